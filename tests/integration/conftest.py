@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import shardkit
-from tests.command_line import typed
 
 HERE = Path(__file__).parent
 MODULES = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
@@ -27,12 +26,6 @@ import sys
 from shardkit_trainer import launch
 sys.exit(launch(None, sys.argv[3:], nproc=int(sys.argv[1]), max_restarts=int(sys.argv[2])))
 """
-
-
-@pytest.fixture
-def call() -> Callable[..., tuple[int, str, str]]:
-    """Runs the command line in this process: exit code, standard output, standard error."""
-    return typed
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
-import json
 import os
 import re
 import shutil
@@ -11,9 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +20,8 @@ import shardkit
 import shardkit_tools.commands.ls as ls_command
 from shardkit.repository.repository import Repository
 from shardkit_tools.main import COMMANDS, make_app
-from tests.command_line import output_of
+from tests.command_line import document_of, outcome, output_of, typed
 
-Call = Callable[..., tuple[int, str, str]]
 PROGRAM = [sys.executable, "-c", "from shardkit_tools.main import run; run()"]
 
 
@@ -55,26 +51,18 @@ def dataset(built: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(built, tmp_path / "photos"))
 
 
-def document(call: Call, *arguments: object, code: int = 0) -> dict[str, Any]:
-    got, out, err = call(*arguments, "--json")
-    assert got == code, err
-    parsed = json.loads(out)
-    assert isinstance(parsed, dict)
-    return parsed
-
-
-def test_overview_and_help_pages(call: Call) -> None:
-    code, out, _ = call()
+def test_overview_and_help_pages() -> None:
+    code, out, _ = typed()
     assert code == 0
     for heading, names in COMMANDS:
         assert heading in out or "plan" in names
     assert "3 could not check, 4 damaged and not repaired" in " ".join(out.split())
     for name in re.findall(r"^  ([a-z]+) +[A-Z]", out, re.MULTILINE):
-        code, page, _ = call(name, "--help")
+        code, page, _ = typed(name, "--help")
         assert code == 0
         assert f"\nExample\n  shardkit {name}" in page
         assert max(map(len, page.splitlines())) <= 100
-        assert call(name, "-h")[1] == page
+        assert typed(name, "-h")[1] == page
 
 
 def test_the_overview_needs_none_of_the_commands_code() -> None:
@@ -98,34 +86,32 @@ finally:
         assert f"{name} {first}" in said
 
 
-def test_the_version(call: Call) -> None:
-    assert call("--version") == (0, f"shardkit {shardkit.__version__}\n", "")
+def test_the_version() -> None:
+    assert typed("--version") == (0, f"shardkit {shardkit.__version__}\n", "")
 
 
-def test_build_reports_what_it_did(call: Call, source: Path, tmp_path: Path) -> None:
-    code, out, err = call("build", source, tmp_path / "a", "--stratify", "label")
+def test_build_reports_what_it_did(source: Path, tmp_path: Path) -> None:
+    code, out, err = typed("build", source, tmp_path / "a", "--stratify", "label")
     assert (code, err) == (0, "")
     assert "40 in 2 strata" in out
-    first = document(
-        call, "build", source, tmp_path / "b", "--stratify", "label", "--jobs", 2, "--split", "x=0.5"
+    first = document_of(
+        "build", source, tmp_path / "b", "--stratify", "label", "--jobs", 2, "--split", "x=0.5"
     )
     assert first["samples"] == 40
     assert first["strata"] == {"0": 30, "1": 10}
-    again = document(call, "build", source, tmp_path / "b", "--stratify", "label", "--split", "x=0.5")
+    again = document_of("build", source, tmp_path / "b", "--stratify", "label", "--split", "x=0.5")
     assert again["id"] == first["id"]
     assert again["commit"] is None
     assert (
         "none: the same version was there already"
-        in call("build", source, tmp_path / "b", "--stratify", "label", "--split", "x=0.5")[1]
+        in typed("build", source, tmp_path / "b", "--stratify", "label", "--split", "x=0.5")[1]
     )
 
 
-def test_dry_run_writes_nothing(call: Call, source: Path, tmp_path: Path) -> None:
+def test_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
     root = tmp_path / "never"
-    assert "nothing was written" in call("build", source, root, "--dry-run", "--stratify", "label")[1]
-    planned = document(
-        call, "build", source, root, "--dry-run", "--stratify", "label", "--split", "a=0.5,b=0.5"
-    )
+    assert "nothing was written" in typed("build", source, root, "--dry-run", "--stratify", "label")[1]
+    planned = document_of("build", source, root, "--dry-run", "--stratify", "label", "--split", "a=0.5,b=0.5")
     assert planned["id"] is None
     splits = planned["split_samples"]
     assert isinstance(splits, dict)
@@ -133,28 +119,28 @@ def test_dry_run_writes_nothing(call: Call, source: Path, tmp_path: Path) -> Non
     assert not root.exists()
 
 
-def test_ls(call: Call, built: Path) -> None:
-    found = document(call, "ls", built)["versions"]
+def test_ls(built: Path) -> None:
+    found = document_of("ls", built)["versions"]
     assert isinstance(found, list)
     assert [(v["name"], v["kind"], v["rows"]) for v in found] == [
         ("main", "ref", 40), ("train", "ref", 40), ("val", "ref", 40), ("v1", "tag", 40)
     ]  # fmt: skip
     assert found[1]["samples"] + found[2]["samples"] == found[0]["samples"] == 40
-    _, out, _ = call("ls", built)
+    _, out, _ = typed("ls", built)
     assert [line.split()[0] for line in out.splitlines()] == ["name", "main", "train", "val", "v1"]
     assert found[0]["id"] in out
 
 
-def test_ls_of_a_root_without_versions(call: Call, tmp_path: Path) -> None:
+def test_ls_of_a_root_without_versions(tmp_path: Path) -> None:
     Repository.create(tmp_path / "new")
-    assert "has no versions yet" in call("ls", tmp_path / "new")[1]
-    assert document(call, "ls", tmp_path / "new")["versions"] == []
-    assert "no commits yet" in call("log", tmp_path / "new")[1]
-    assert call("verify", tmp_path / "new")[0] == 0
+    assert "has no versions yet" in typed("ls", tmp_path / "new")[1]
+    assert document_of("ls", tmp_path / "new")["versions"] == []
+    assert "no commits yet" in typed("log", tmp_path / "new")[1]
+    assert typed("verify", tmp_path / "new")[0] == 0
 
 
-def test_show(call: Call, built: Path) -> None:
-    page = document(call, "show", f"{built}@val")
+def test_show(built: Path) -> None:
+    page = document_of("show", f"{built}@val")
     main = shardkit.open(built)
     assert page["parent"] == main.manifest.id
     assert page["schema"] == {"image": "bytes", "label": "int64"}
@@ -166,7 +152,7 @@ def test_show(call: Call, built: Path) -> None:
     splits = page["splits"]
     assert isinstance(splits, list)
     assert [s["name"] for s in splits] == ["main", "train", "v1"]
-    _, out, _ = call("show", f"{built}@val")
+    _, out, _ = typed("show", f"{built}@val")
     for expected in (
         "0 cat",
         "1 dog",
@@ -178,8 +164,8 @@ def test_show(call: Call, built: Path) -> None:
         assert expected in out
 
 
-def test_log(call: Call, built: Path) -> None:
-    commits = document(call, "log", built)["commits"]
+def test_log(built: Path) -> None:
+    commits = document_of("log", built)["commits"]
     assert isinstance(commits, list)
     assert [(c["n"], c["message"], c["author"]) for c in commits] == [
         (2, "tag v1 for main", "me"),
@@ -188,17 +174,17 @@ def test_log(call: Call, built: Path) -> None:
     assert [(c["kind"], c["name"], c["from"]) for c in commits[1]["changes"]] == [
         ("ref", "main", None), ("ref", "train", None), ("ref", "val", None)
     ]  # fmt: skip
-    assert len(call("log", built, "-n", 1)[1].splitlines()) == 2
+    assert len(typed("log", built, "-n", 1)[1].splitlines()) == 2
 
 
-def test_diff(call: Call, built: Path, source: Path, tmp_path: Path) -> None:
+def test_diff(built: Path, source: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     (tmp_path / "less").mkdir()
     shutil.copytree(source / "cat", tmp_path / "less" / "cat")
     shutil.copytree(source / "dog", tmp_path / "less" / "puma")
     (tmp_path / "less" / "puma" / "00.png").unlink()
-    call("build", tmp_path / "less", other, "--stratify", "label", "--format", "arrow")
-    found = document(call, "diff", built, other)
+    typed("build", tmp_path / "less", other, "--stratify", "label", "--format", "arrow")
+    found = document_of("diff", built, other)
     strata = found["strata"]
     assert isinstance(strata, list)
     assert {row["name"]: (row["a"], row["b"]) for row in strata} == {"0": (30, 30), "1": (10, 9)}
@@ -207,62 +193,62 @@ def test_diff(call: Call, built: Path, source: Path, tmp_path: Path) -> None:
         "removed": {"count": 1, "bytes": shardkit.open(built).manifest.stored_bytes},
         "added": {"count": 1, "bytes": shardkit.open(other).manifest.stored_bytes},
     }
-    assert "tar → arrow" in call("diff", built, other)[1]
-    shared = document(call, "diff", built, "val")["shards"]
+    assert "tar → arrow" in typed("diff", built, other)[1]
+    shared = document_of("diff", built, "val")["shards"]
     assert isinstance(shared, dict)
     assert [shared[what]["count"] for what in ("shared", "removed", "added")] == [1, 0, 0]
-    assert "equal to the last byte" in call("diff", built, "v1")[1]
+    assert "equal to the last byte" in typed("diff", built, "v1")[1]
 
 
-def test_diff_of_schemas(call: Call, built: Path, tmp_path: Path) -> None:
+def test_diff_of_schemas(built: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"label": 0.5, "text": "a"}\n')
-    call("build", tmp_path / "rows.jsonl", tmp_path / "rows")
-    assert document(call, "diff", built, tmp_path / "rows")["schema"] == {
+    typed("build", tmp_path / "rows.jsonl", tmp_path / "rows")
+    assert document_of("diff", built, tmp_path / "rows")["schema"] == {
         "added": {"text": "str"},
         "removed": {"image": "bytes"},
         "changed": {"label": {"a": "int64", "b": "float64"}},
         "same_order": False,
     }
-    out = call("diff", built, tmp_path / "rows")[1]
+    out = typed("diff", built, tmp_path / "rows")[1]
     assert "+ text: str\n- image: bytes\n~ label: int64 → float64\n" in out
 
 
-def test_tag(call: Call, dataset: Path) -> None:
-    assert document(call, "tag", f"{dataset}@val", "eval-2026")["created"] is True
-    assert document(call, "tag", dataset, "eval-2026", "val")["created"] is False
-    code, _, err = call("tag", dataset, "eval-2026", "train")
+def test_tag(dataset: Path) -> None:
+    assert document_of("tag", f"{dataset}@val", "eval-2026")["created"] is True
+    assert document_of("tag", dataset, "eval-2026", "val")["created"] is False
+    code, _, err = typed("tag", dataset, "eval-2026", "train")
     assert code == 1
     assert "eval-2026" in err
-    assert call("tag", dataset, "no such name")[0] == 2
+    assert typed("tag", dataset, "no such name")[0] == 2
 
 
-def test_cat(call: Call, built: Path) -> None:
+def test_cat(built: Path) -> None:
     ds = shardkit.open(built)
-    shown = document(call, "cat", built, 5)
+    shown = document_of("cat", built, 5)
     image = ds[5]["image"]
     assert shown["fields"] == {
         "image": {"bytes": len(image), "sha256": hashlib.sha256(image).hexdigest(), "kind": "png"},
         "label": ds[5]["label"],
     }
     assert shown["key"] == ds.key(5)
-    _, out, _ = call("cat", built, 5)
+    _, out, _ = typed("cat", built, 5)
     assert "89 50 4e 47 0d 0a 1a 0a" in out
     assert f"{ds[5]['label']} ({ds.classes[ds[5]['label']]})" in out
 
 
-def test_cat_writes_a_field_to_a_new_file_only(call: Call, built: Path, tmp_path: Path) -> None:
+def test_cat_writes_a_field_to_a_new_file_only(built: Path, tmp_path: Path) -> None:
     out = tmp_path / "image.png"
-    assert call("cat", built, 5, "--field", "image", "--out", out)[0] == 0
+    assert typed("cat", built, 5, "--field", "image", "--out", out)[0] == 0
     assert out.read_bytes() == shardkit.open(built)[5]["image"]
-    code, _, err = call("cat", built, 6, "--field", "image", "--out", out)
+    code, _, err = typed("cat", built, 6, "--field", "image", "--out", out)
     assert code == 1
     assert "image.png: cannot be made (File exists)" in err
     assert out.read_bytes() == shardkit.open(built)[5]["image"]
-    assert call("cat", built, 5, "--out", tmp_path / "x")[0] == 2
-    assert "no field 'img'" in call("cat", built, 5, "-f", "img")[2]
+    assert typed("cat", built, 5, "--out", tmp_path / "x")[0] == 2
+    assert "no field 'img'" in typed("cat", built, 5, "-f", "img")[2]
 
 
-def test_cat_of_every_type(call: Call, tmp_path: Path) -> None:
+def test_cat_of_every_type(tmp_path: Path) -> None:
     schema = {"t": "str", "j": "json", "a": "float32[2,3]", "r": "int64[*]", "s": "uint8", "b": "bool"}
     with shardkit.create(tmp_path / "d", schema) as writer:
         writer.add(
@@ -275,11 +261,11 @@ def test_cat_of_every_type(call: Call, tmp_path: Path) -> None:
                 "b": True,
             }
         )
-    _, out, _ = call("cat", tmp_path / "d", 0)
+    _, out, _ = typed("cat", tmp_path / "d", 0)
     assert "one\\x1b[31m\nÄ" in out
     assert "\x1b" not in out
     assert "shape [2, 3], 0.0 to 5.0" in out
-    fields = document(call, "cat", tmp_path / "d", 0)["fields"]
+    fields = document_of("cat", tmp_path / "d", 0)["fields"]
     assert fields == {
         "t": "one\x1b[31m\nÄ",
         "j": {"k": [1, None]},
@@ -288,7 +274,7 @@ def test_cat_of_every_type(call: Call, tmp_path: Path) -> None:
         "s": 7,
         "b": True,
     }
-    call("cat", tmp_path / "d", 0, "-f", "a", "-o", tmp_path / "a.npy")
+    typed("cat", tmp_path / "d", 0, "-f", "a", "-o", tmp_path / "a.npy")
     assert np.array_equal(np.load(tmp_path / "a.npy"), np.arange(6, dtype=np.float32).reshape(2, 3))
 
 
@@ -297,18 +283,18 @@ def test_a_field_goes_to_a_pipe_as_it_is(built: Path) -> None:
     assert done.stdout == shardkit.open(built)[5]["image"]
 
 
-def test_select(call: Call, dataset: Path, tmp_path: Path) -> None:
-    cats = document(call, "select", dataset, "--where", "label == 0", "--ref", "cats")
+def test_select(dataset: Path, tmp_path: Path) -> None:
+    cats = document_of("select", dataset, "--where", "label == 0", "--ref", "cats")
     assert cats["samples"] == 30
     assert {shardkit.open(f"{dataset}@cats")[i]["label"] for i in range(30)} == {0}
     (tmp_path / "list").write_text("3\n1\n3\n")
-    call("select", f"{dataset}@cats", "--rows", tmp_path / "list", "--ref", "two")
-    call("select", f"{dataset}@cats", "--exclude", tmp_path / "list", "--ref", "rest")
+    typed("select", f"{dataset}@cats", "--rows", tmp_path / "list", "--ref", "two")
+    typed("select", f"{dataset}@cats", "--exclude", tmp_path / "list", "--ref", "rest")
     views = {name: shardkit.open(f"{dataset}@{name}") for name in ("cats", "two", "rest")}
     keys = {name: [view.key(i) for i in range(len(view))] for name, view in views.items()}
     assert keys["two"] == [keys["cats"][1], keys["cats"][3]]
     assert sorted(keys["two"] + keys["rest"]) == sorted(keys["cats"])
-    assert call("verify", dataset)[0] == 0
+    assert typed("verify", dataset)[0] == 0
     assert Repository.open(dataset).head().message == "select by list"  # type: ignore[union-attr]
 
 
@@ -323,28 +309,28 @@ def test_select(call: Call, dataset: Path, tmp_path: Path) -> None:
         (["--where", "label == 0"], 2, "Missing option '--ref'"),
     ],
 )
-def test_select_errors(call: Call, dataset: Path, arguments: list[str], code: int, message: str) -> None:
+def test_select_errors(dataset: Path, arguments: list[str], code: int, message: str) -> None:
     before = len(Repository.open(dataset).log())
-    got, _, err = call("select", dataset, *arguments)
+    got, _, err = typed("select", dataset, *arguments)
     assert (got, message in err) == (code, True), err
     assert len(Repository.open(dataset).log()) == before
 
 
-def test_verify_clean_at_every_level(call: Call, dataset: Path) -> None:
+def test_verify_clean_at_every_level(dataset: Path) -> None:
     for level, code in (("list", 0), ("attested", 3), ("stored", 0), ("read", 0), ("decode", 0)):
-        result = document(call, "verify", dataset, "--level", level, code=code)
+        result = document_of("verify", dataset, "--level", level, code=code)
         assert result["damaged"] == []
         assert result["exit_code"] == code
         assert bool(result["unknown"]) == (code == 3)
-    read = document(call, "verify", dataset, "--level", "read", code=0)["stored_bytes"]
-    assert document(call, "verify", dataset, "--level", "stored", code=0)["stored_bytes"] == read > 0, (
+    read = document_of("verify", dataset, "--level", "read", code=0)["stored_bytes"]
+    assert document_of("verify", dataset, "--level", "stored", code=0)["stored_bytes"] == read > 0, (
         "files are read"
     )
-    assert "no scrub has been recorded" in call("verify", dataset, "--level", "attested")[1]
+    assert "no scrub has been recorded" in typed("verify", dataset, "--level", "attested")[1]
 
 
 @pytest.mark.parametrize("level", ["stored", "read"])
-def test_verify_names_what_is_damaged(call: Call, dataset: Path, level: str) -> None:
+def test_verify_names_what_is_damaged(dataset: Path, level: str) -> None:
     ds = shardkit.open(dataset)
     shard = next(dataset.glob("objects/sha256/*/*.tar"))
     index = ds.reader.index(0)
@@ -352,15 +338,15 @@ def test_verify_names_what_is_damaged(call: Call, dataset: Path, level: str) -> 
     data[int(index.block_offset[1]) + 600] ^= 1
     shard.chmod(0o644)
     shard.write_bytes(data)
-    assert document(call, "verify", dataset, "--level", "list")["damaged"] == []
-    result = document(call, "verify", dataset, "--level", level, code=4)
+    assert document_of("verify", dataset, "--level", "list")["damaged"] == []
+    result = document_of("verify", dataset, "--level", level, code=4)
     (finding,) = result["damaged"]
     assert finding["name"].endswith(shard.name)
     assert finding["expected"] == f"sha256:{shard.name.removesuffix('.tar')}"
     assert finding["got"] == f"sha256:{hashlib.sha256(data).hexdigest()}"
     assert finding["blocks"] == [1]
     assert finding["rows"] == int(index.block_start[2] - index.block_start[1])
-    code, out, _ = call("verify", f"{dataset}@val")
+    code, out, _ = typed("verify", f"{dataset}@val")
     assert code == 4
     for expected in (
         "Damaged: 1 object",
@@ -371,108 +357,106 @@ def test_verify_names_what_is_damaged(call: Call, dataset: Path, level: str) -> 
         assert expected in out
 
 
-def test_a_build_heals_what_verify_finds(call: Call, dataset: Path, source: Path) -> None:
+def test_a_build_heals_what_verify_finds(dataset: Path, source: Path) -> None:
     shard = next(dataset.glob("objects/sha256/*/*.tar"))
     shard.chmod(0o644)
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert call("verify", dataset)[0] == 4
-    assert call("scrub", dataset)[0] == 4
-    assert call("verify", dataset, "--level", "attested")[0] == 4
+    assert typed("verify", dataset)[0] == 4
+    assert typed("scrub", dataset)[0] == 4
+    assert typed("verify", dataset, "--level", "attested")[0] == 4
     build = ("build", source, dataset, "--stratify", "label", "--split", "train=0.75,val=0.25")
-    assert re.search(r"healed +1 damaged object replaced", call(*build)[1])
-    assert call("verify", dataset)[0] == 0
-    assert call("verify", dataset, "--level", "attested")[0] == 0
-    assert "healed" not in call(*build)[1]
+    assert re.search(r"healed +1 damaged object replaced", typed(*build)[1])
+    assert typed("verify", dataset)[0] == 0
+    assert typed("verify", dataset, "--level", "attested")[0] == 0
+    assert "healed" not in typed(*build)[1]
 
 
-def test_lineage_shows_settings_as_text(call: Call, dataset: Path) -> None:
-    code, said, _ = call("show", dataset, "--lineage")
+def test_lineage_shows_settings_as_text(dataset: Path) -> None:
+    code, said, _ = typed("show", dataset, "--lineage")
     assert code == 0
     assert "importer folder" in said
     assert "{" not in said
 
 
-def test_advice_for_a_damaged_newest_log_entry_works_without_a_copy(
-    call: Call, dataset: Path, source: Path
-) -> None:
+def test_advice_for_a_damaged_newest_log_entry_works_without_a_copy(dataset: Path, source: Path) -> None:
     entry = max((dataset / "log").iterdir())
     entry.chmod(0o644)
     entry.write_bytes(entry.read_bytes()[:-2])
     for command in (("verify", dataset), ("show", dataset), ("scrub", dataset)):
-        assert "run: shardkit repair " in " ".join("".join(map(str, call(*command))).split())
-    assert "delete this file and build the same source again" in call("repair", dataset)[1]
+        assert "run: shardkit repair " in " ".join("".join(map(str, typed(*command))).split())
+    assert "delete this file and build the same source again" in typed("repair", dataset)[1]
     entry.unlink()
-    assert call("build", source, dataset, "--stratify", "label", "--split", "train=0.75,val=0.25")[0] == 0
-    assert call("verify", dataset)[0] == 0
+    assert typed("build", source, dataset, "--stratify", "label", "--split", "train=0.75,val=0.25")[0] == 0
+    assert typed("verify", dataset)[0] == 0
 
 
-def test_a_damaged_older_log_entry_may_stay(call: Call, dataset: Path) -> None:
-    assert call("tag", dataset, "kept", "main")[0] == 0
+def test_a_damaged_older_log_entry_may_stay(dataset: Path) -> None:
+    assert typed("tag", dataset, "kept", "main")[0] == 0
     entry = min((dataset / "log").iterdir())
     entry.chmod(0o644)
     entry.write_bytes(entry.read_bytes()[:-2])
-    said = " ".join(call("repair", dataset)[1].split())
+    said = " ".join(typed("repair", dataset)[1].split())
     assert (
         f"leave it: every version can be opened, and copied to a new root with: shardkit rebuild {dataset}@"
         in said
     )
     new = dataset.parent / "new"
-    assert call("rebuild", f"{dataset}@kept", "--to", new)[0] == 0
-    assert call("verify", new)[0] == 0
+    assert typed("rebuild", f"{dataset}@kept", "--to", new)[0] == 0
+    assert typed("verify", new)[0] == 0
 
 
 @pytest.mark.parametrize("suffix", ["index", "page", "manifest", "selection", "sources", "tar"])
-def test_verify_finds_missing_objects(call: Call, dataset: Path, suffix: str) -> None:
+def test_verify_finds_missing_objects(dataset: Path, suffix: str) -> None:
     for path in dataset.glob(f"objects/sha256/*/*.{suffix}"):
         path.unlink()
-    result = document(call, "verify", dataset, "--level", "list", code=4)
+    result = document_of("verify", dataset, "--level", "list", code=4)
     damaged = result["damaged"]
     assert isinstance(damaged, list)
     assert all(finding["name"].endswith(suffix) for finding in damaged)
     assert {finding["got"] for finding in damaged} == {"nothing of that name"}
 
 
-def test_verify_finds_a_damaged_log_and_goes_on(call: Call, dataset: Path) -> None:
+def test_verify_finds_a_damaged_log_and_goes_on(dataset: Path) -> None:
     entry = dataset / "log" / f"{2:020d}.json"
     entry.chmod(0o644)
     entry.write_bytes(entry.read_bytes().replace(b'"me"', b'"us"'))
-    result = document(call, "verify", dataset, code=4)
+    result = document_of("verify", dataset, code=4)
     assert [finding["name"] for finding in result["damaged"]] == [f"log/{2:020d}.json"]
     assert sorted(result["versions"]) == ["main", "train", "val"]
-    code, _, err = call("ls", dataset)
+    code, _, err = typed("ls", dataset)
     assert code == 4
     assert "its digest is" in err
 
 
-def test_verify_samples_repeatably(call: Call, tmp_path: Path) -> None:
+def test_verify_samples_repeatably(tmp_path: Path) -> None:
     with shardkit.create(tmp_path / "d", {"x": "bytes"}, shard_size=4096) as writer:
         for number in range(200):
             writer.add({"x": number.to_bytes(2, "big") * 200})
     shards = len(shardkit.open(tmp_path / "d").table)
-    first = document(call, "verify", tmp_path / "d", "--sample", "10%", "--seed", "a")
+    first = document_of("verify", tmp_path / "d", "--sample", "10%", "--seed", "a")
     assert first["shards"] == shards
     assert first["shards_seen"] == -(-shards // 10)
     assert (
         "--seed b chooses the same again"
-        in call("verify", tmp_path / "d", "--sample", "0.1", "--seed", "b")[1]
+        in typed("verify", tmp_path / "d", "--sample", "0.1", "--seed", "b")[1]
     )
     for share in ("0%", "101%", "many", "1/0"):
-        code, _, err = call("verify", tmp_path / "d", "--sample", share)
+        code, _, err = typed("verify", tmp_path / "d", "--sample", share)
         assert (code, "expected a share such as 5%" in err) == (2, True)
 
 
-def test_export(call: Call, built: Path, tmp_path: Path) -> None:
+def test_export(built: Path, tmp_path: Path) -> None:
     sums = tmp_path / "sums"
-    assert call("export", f"{built}@val", "--as", "sha256sums", "-o", sums)[0] == 0
+    assert typed("export", f"{built}@val", "--as", "sha256sums", "-o", sums)[0] == 0
     checked = subprocess.run(["sha256sum", "-c", "--strict", sums], cwd=built, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     kinds = {line.rsplit(".", 1)[1].split(":")[0] for line in checked.stdout.splitlines()}
     assert kinds == {"tar", "index", "page", "manifest", "selection", "sources"}
-    _, out, _ = call("export", built, "--as", "urls")
+    _, out, _ = typed("export", built, "--as", "urls")
     assert [Path(line).is_file() for line in out.splitlines()] == [True]
     assert out.endswith(".tar\n")
-    assert call("export", built, "--as", "urls", "-o", sums)[0] == 1
-    assert call("export", built, "--as", "floppies")[0] == 2
+    assert typed("export", built, "--as", "urls", "-o", sums)[0] == 1
+    assert typed("export", built, "--as", "floppies")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -499,31 +483,31 @@ def test_export(call: Call, built: Path, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_message(
-    call: Call, built: Path, source: Path, arguments: list[str], code: int, message: str
+    built: Path, source: Path, arguments: list[str], code: int, message: str
 ) -> None:
-    got, _, err = call(*(argument.format(root=built, source=source) for argument in arguments))
+    got, _, err = typed(*(argument.format(root=built, source=source) for argument in arguments))
     assert re.search(message, err), err
     assert got == code, f"exit code {got}: {err}"
     assert "Traceback" not in err
 
 
-def test_a_bug_shows_its_traceback(call: Call, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_shows_its_traceback(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(root: str) -> dict[str, object]:
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr(ls_command, "list_versions", broken)
-    code, _, err = call("ls", built)
+    code, _, err = outcome("ls", built)
     assert code == 1
     assert "ZeroDivisionError: oops" in err
     assert "this is a bug in shardkit" in err
 
 
-def test_too_little_memory_is_no_bug(call: Call, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_no_bug(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def greedy(root: str) -> dict[str, object]:
         raise MemoryError
 
     monkeypatch.setattr(ls_command, "list_versions", greedy)
-    code, _, err = call("ls", built)
+    code, _, err = typed("ls", built)
     assert code == 1
     assert "memory ran out" in err
     assert "Traceback" not in err
@@ -569,12 +553,12 @@ def test_the_installed_command_prints_its_page() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_output_is_text(call: Call, tmp_path: Path) -> None:
+def test_output_is_text(tmp_path: Path) -> None:
     """Class names from a folder's names reach the page escaped."""
     folder = tmp_path / "photos" / "c\x1b[2J"
     folder.mkdir(parents=True)
     (folder / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    assert call("build", tmp_path / "photos", tmp_path / "d", "--stratify", "label")[0] == 0
-    out = io.StringIO(call("show", tmp_path / "d")[1]).read()
+    assert typed("build", tmp_path / "photos", tmp_path / "d", "--stratify", "label")[0] == 0
+    out = io.StringIO(typed("show", tmp_path / "d")[1]).read()
     assert "\x1b" not in out
     assert "c\\x1b[2J" in out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,10 @@ import pytest
 
 import shardkit
 from shardkit.stores.local import open_store
+from tests.command_line import document_of, typed
 from tests.servers.object_stores import s3_environment
 
 BUCKETS = ("pictures", "shards")
-Call = Callable[..., tuple[int, str, str]]
 
 
 def pictures(root: Path, *names: str) -> Path:
@@ -31,12 +29,9 @@ def labels(url: str) -> dict[str, str]:
     return {dataset.key(n): dataset.classes[dataset[n]["label"]] for n in range(len(dataset))}
 
 
-def document(call: Call, *arguments: object) -> dict[str, Any]:
-    code, out, err = call("build", *arguments, "--json", "--jobs", 1)
-    assert code == 0, err
-    found = json.loads(out)
-    assert isinstance(found, dict)
-    return found
+def built(*arguments: object) -> Any:
+    """What a build says with --json."""
+    return document_of("build", *arguments, "--jobs", 1)
 
 
 IMAGENET = (
@@ -50,8 +45,8 @@ IMAGENET = (
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_the_imagenet_layout(call: Call, tmp_path: Path, jobs: int) -> None:
-    code, out, err = call("build", pictures(tmp_path / "imgs", *IMAGENET), tmp_path / "d", "--jobs", jobs)
+def test_the_imagenet_layout(tmp_path: Path, jobs: int) -> None:
+    code, out, err = typed("build", pictures(tmp_path / "imgs", *IMAGENET), tmp_path / "d", "--jobs", jobs)
     assert (code, err) == (0, "")
     root = str(tmp_path / "d")
     assert shardkit.open(root).classes == ("cat", "dog", "emu")
@@ -64,13 +59,13 @@ def test_the_imagenet_layout(call: Call, tmp_path: Path, jobs: int) -> None:
         )
     assert "3: cat 3, dog 2, emu 1" in out
     assert "split val has nothing of class 'emu'" in out
-    again = document(call, tmp_path / "imgs", tmp_path / "d")
+    again = built(tmp_path / "imgs", tmp_path / "d")
     assert again["commit"] is None
     assert again["classes"] == {"cat": 3, "dog": 2, "emu": 1}
 
 
 def test_the_imagenet_layout_in_a_bucket(
-    server: str, monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path
+    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Pictures and root both in a bucket: the version of the folder, file by file."""
     for name, value in s3_environment(server).items():
@@ -79,45 +74,45 @@ def test_the_imagenet_layout_in_a_bucket(
     there = open_store("s3://pictures/imgs")
     for name in IMAGENET:
         there.put_new(name, (here / name).read_bytes())
-    local = document(call, here, tmp_path / "d")
-    done = document(call, "s3://pictures/imgs", "s3://shards/d")
+    local = built(here, tmp_path / "d")
+    done = built("s3://pictures/imgs", "s3://shards/d")
     assert done["splits"] == local["splits"]
     assert done["classes"] == local["classes"] == {"cat": 3, "dog": 2, "emu": 1}
     for split in ("", "@train", "@val"):
         assert labels(f"s3://shards/d{split}") == labels(f"{tmp_path}/d{split}")
 
 
-def test_any_case_and_every_name(call: Call, tmp_path: Path) -> None:
+def test_any_case_and_every_name(tmp_path: Path) -> None:
     names = [f"{folder}/{kind}/{folder}.png" for folder in ("Train", "VAL", "valid", "validation", "test", "dev")
              for kind in ("a", "b")]  # fmt: skip
-    done = document(call, pictures(tmp_path / "imgs", *names), tmp_path / "d")
+    done = built(pictures(tmp_path / "imgs", *names), tmp_path / "d")
     assert sorted(done["splits"]) == sorted(["train", "val", "valid", "validation", "test", "dev"])
     assert {split["samples"] for split in done["splits"].values()} == {2}
     assert set(labels(f"{tmp_path}/d@val")) == {"VAL/a/VAL", "VAL/b/VAL"}
 
 
-def test_only_train_and_no_classes_at_all(call: Call, tmp_path: Path) -> None:
-    one = document(call, pictures(tmp_path / "one", "train/a/1.png", "train/b/2.png"), tmp_path / "d1")
+def test_only_train_and_no_classes_at_all(tmp_path: Path) -> None:
+    one = built(pictures(tmp_path / "one", "train/a/1.png", "train/b/2.png"), tmp_path / "d1")
     assert (list(one["splits"]), list(one["classes"])) == (["train"], ["a", "b"])
-    bare = document(call, pictures(tmp_path / "bare", "train/1.png", "test/2.png"), tmp_path / "d2")
+    bare = built(pictures(tmp_path / "bare", "train/1.png", "test/2.png"), tmp_path / "d2")
     assert sorted(bare["splits"]) == ["test", "train"]
     assert list(shardkit.open(tmp_path / "d2").schema) == ["image"], "no folder is a class"
-    flat = document(call, tmp_path / "one", tmp_path / "d3", "--no-classes")
+    flat = built(tmp_path / "one", tmp_path / "d3", "--no-classes")
     assert (list(flat["splits"]), flat["classes"]) == (["train"], {})
 
 
-def test_classes_that_have_such_a_name(call: Call, tmp_path: Path) -> None:
+def test_classes_that_have_such_a_name(tmp_path: Path) -> None:
     """A train among cars and buses is a vehicle; that it might be a split is said."""
     vehicles = pictures(tmp_path / "v", "train/1.png", "car/2.png", "bus/3.png")
-    code, out, _ = call("build", vehicles, tmp_path / "d")
+    code, out, _ = typed("build", vehicles, tmp_path / "d")
     assert code == 0
     assert labels(str(tmp_path / "d")) == {"train/1": "train", "car/2": "car", "bus/3": "bus"}
     assert "--split-folders" in out
     only = pictures(tmp_path / "o", "train/a/1.png", "test/b/2.png")
-    done = document(call, only, tmp_path / "d2", "--no-split-folders")
+    done = built(only, tmp_path / "d2", "--no-split-folders")
     assert (list(done["classes"]), done["splits"]) == (["test", "train"], {})
     folds = pictures(tmp_path / "f", "fold1/a/1.png", "fold2/b/2.png")
-    assert sorted(document(call, folds, tmp_path / "d3", "--split-folders")["splits"]) == ["fold1", "fold2"]
+    assert sorted(built(folds, tmp_path / "d3", "--split-folders")["splits"]) == ["fold1", "fold2"]
 
 
 @pytest.mark.parametrize(
@@ -132,19 +127,17 @@ def test_classes_that_have_such_a_name(call: Call, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_ambiguous_is_asked(
-    call: Call, tmp_path: Path, names: tuple[str, ...], more: tuple[str, ...], says: str
+    tmp_path: Path, names: tuple[str, ...], more: tuple[str, ...], says: str
 ) -> None:
-    code, _, err = call("build", pictures(tmp_path / "imgs", *names), tmp_path / "d", *more)
+    code, _, err = typed("build", pictures(tmp_path / "imgs", *names), tmp_path / "d", *more)
     assert code in (1, 2)
     assert says in err
     assert not (tmp_path / "d" / "log").exists()
 
 
-def test_the_unusual_is_said(call: Call, tmp_path: Path) -> None:
+def test_the_unusual_is_said(tmp_path: Path) -> None:
     def notes(*names: str, folder: str) -> str:
-        return " ".join(
-            document(call, pictures(tmp_path / folder, *names), tmp_path / f"d-{folder}")["notes"]
-        )
+        return " ".join(built(pictures(tmp_path / folder, *names), tmp_path / f"d-{folder}")["notes"])
 
     assert "one class only, 'a'" in notes("a/1.png", "a/2.png", folder="one")
     many = [f"id{n:03d}/photo.png" for n in range(30)]
@@ -158,7 +151,7 @@ def test_the_unusual_is_said(call: Call, tmp_path: Path) -> None:
     assert notes("a/1.png", "a/2.png", "b/3.png", "b/4.png", folder="usual") == ""
 
 
-def test_tables_that_are_named_as_splits_are_told(call: Call, tmp_path: Path) -> None:
+def test_tables_that_are_named_as_splits_are_told(tmp_path: Path) -> None:
     """They become one version, as in 0.1; who wanted refs is told how."""
     for folder, names in (
         ("a", ("train-00000-of-00001", "test-00000-of-00001")),
@@ -168,15 +161,15 @@ def test_tables_that_are_named_as_splits_are_told(call: Call, tmp_path: Path) ->
             path = tmp_path / folder / f"{name}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f'{{"n": {number}}}\n')
-        done = document(call, tmp_path / folder, tmp_path / f"d-{folder}")
+        done = built(tmp_path / folder, tmp_path / f"d-{folder}")
         assert (done["samples"], done["splits"]) == (2, {})
         assert "named as the splits train" in done["notes"][0]
         assert "--ref train" in done["notes"][0]
-    one = document(call, tmp_path / "a" / "train-*", tmp_path / "d-one", "--ref", "train")
+    one = built(tmp_path / "a" / "train-*", tmp_path / "d-one", "--ref", "train")
     assert (one["samples"], one["notes"]) == (1, [])
 
 
-def test_text_with_splits_by_line_and_appended(call: Call, tmp_path: Path) -> None:
+def test_text_with_splits_by_line_and_appended(tmp_path: Path) -> None:
     source = tmp_path / "texts"
     for name, text in (
         ("train/pos/a.txt", "good\nfine\n"),
@@ -185,20 +178,20 @@ def test_text_with_splits_by_line_and_appended(call: Call, tmp_path: Path) -> No
     ):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(text)
-    done = document(call, source, tmp_path / "d", "--from", "text", "--per", "line")
+    done = built(source, tmp_path / "d", "--from", "text", "--per", "line")
     assert {name: split["samples"] for name, split in done["splits"].items()} == {"train": 2, "test": 2}
     more = tmp_path / "more"
     for name in ("train/neg/d.txt", "test/pos/e.txt"):
         (more / name).parent.mkdir(parents=True, exist_ok=True)
         (more / name).write_text(f"{name}\n")
-    grown = document(call, more, tmp_path / "d", "--from", "text", "--per", "line", "--append")
+    grown = built(more, tmp_path / "d", "--from", "text", "--per", "line", "--append")
     assert {name: split["samples"] for name, split in grown["splits"].items()} == {"train": 3, "test": 3}
     texts = [shardkit.open(f"{tmp_path}/d@test")[n]["text"] for n in range(3)]
     assert sorted(texts) == ["bad", "ok", "test/pos/e.txt"]
 
 
-def test_other_folders_keep_their_ids(call: Call, tmp_path: Path) -> None:
+def test_other_folders_keep_their_ids(tmp_path: Path) -> None:
     """A folder without splits: its id is pinned."""
-    done = document(call, pictures(tmp_path / "imgs", "cat/1.png", "dog/2.png", "dog/3.png"), tmp_path / "d",
+    done = built(pictures(tmp_path / "imgs", "cat/1.png", "dog/2.png", "dog/3.png"), tmp_path / "d",
                     "--stratify", "label", "--block-size", "1MiB")  # fmt: skip
     assert done["id"] == "sha256:3467af4f2f08c6efb4bfa9edb519834eaa9eb200a6d086b6ba3910685b0dd720"
