@@ -339,7 +339,8 @@ class Dataset(Samples):
                 them.
             decode: field → `images.random_resized_crop` or a similar decoder, which writes into the batch;
                 ``"rgb8"``, ``"gray8"``, ``"numpy"``, ``"json"``, ``"text"``; or a function of the bytes.
-            transform: ``transform(sample, rng) -> sample``; rng depends only on (seed, step, lane, slot).
+            transform: ``transform(sample, rng) -> sample`` or ``transform(sample) -> sample``; rng depends only on
+                (seed, step, lane, slot).
             batch_transform: ``batch_transform(fields, rngs) -> fields``, called for one batch after the other
                 while rows of the next batch are transformed.
             workers: where `decode` and `transform` run; processes are spawned and need functions that pickle.

@@ -6,6 +6,7 @@ seeded with the previous one, so a reader skips a torn tail and detects any othe
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -22,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.documents import decode_plain, encode
-from shardkit.errors import FormatError, StoreError
+from shardkit.errors import FormatError, StoreError, UsageError
 from shardkit.ledger.events import PlanFacts, convert, journaled_event
 from shardkit.ledger.files import RankFile, new_rank_file, rank_files, read_file
 from shardkit.stores.file_operations import explained
@@ -31,6 +32,11 @@ ROTATE_BYTES: Final = 1 << 20
 """Bytes after which a rank continues in a new file, so that merged files can be removed."""
 
 _sha256 = hashlib.sha256
+
+
+_newest: dict[
+    tuple[str, int, int], set[int]
+] = {}  # (folder, rank, worker) → lanes that the journal opened last records
 
 
 class Journal:
@@ -63,14 +69,17 @@ class Journal:
         workers: int = 1,
     ) -> None:
         self._directory = directory
-        self._header = Header(manifest, plan, rank, world, lanes, worker, workers, 0, time.time_ns())
         self._guard = threading.Lock()  # events come from the thread that prepares steps
         self._packed: tuple[tuple[int, ...], bytes] = ((), b"")
         with explained(f"write a journal in {directory}", writing=True):
             directory.mkdir(parents=True, exist_ok=True)
+        self.started = max(time.time_ns(), _newest_start(directory, rank) + 1)  # a clock may be set back
+        self._header = Header(manifest, plan, rank, world, lanes, worker, workers, 0, self.started)
         self._descriptor = -1
         self._size = self._check = 0
         self._last, self._rewinds = -1, 0  # the last recorded step; number of returns to an earlier step
+        self._writer = (os.path.realpath(directory), rank, worker)
+        _newest[self._writer] = self._recorded = set[int]()
         self._open()
         if meta is not None:
             convert(dict(meta), PlanFacts, "journal: how the plan is made")
@@ -89,10 +98,18 @@ class Journal:
 
         Raises:
             StoreError: the disk is full or unavailable; training must not continue unrecorded.
+            UsageError: a journal of the same rank that was opened later in this process has recorded these lanes.
         """
         key = tuple(lanes)
+        newest = _newest[self._writer]
+        if newest is not self._recorded and not newest.isdisjoint(key):
+            raise UsageError(
+                f"{self._directory.parent}: another loader of this process has recorded steps there since, and a run "
+                "has one training loader; make loaders for validation without run=, or give each its own directory"
+            )
         if self._packed[0] != key:
             self._packed = (key, struct.pack(f"<{len(key)}I", *key))
+            self._recorded.update(key)
         data = _little_endian(samples).data.cast("B")
         digests, first = [self._packed[1], struct.pack(f"<{len(counts)}I", *counts)], 0
         for count in counts:
@@ -338,6 +355,16 @@ class JournalFile:
                 )
             offset, check = entry.end, entry.check
             yield entry._replace(end=before + offset)
+
+
+def _newest_start(directory: Path, rank: int) -> int:
+    """Return the time of the last start of a rank, 0 if there is none."""
+    for one in reversed(rank_files(directory, SUFFIX)):
+        if one.rank == rank:
+            with contextlib.suppress(FormatError):
+                head = read_file(one.path, HEADER.size, size=HEADER.size) or b""
+                return _read_header(head, one.path)[0].started if len(head) == HEADER.size else 0
+    return 0
 
 
 def _read_header(head: bytes, path: Path) -> tuple[Header, int]:

@@ -56,9 +56,12 @@ class LossWriter:
         rank: rank of this process.
         plan: hex digest of the plan.
         batch, lanes, cell_size: of the plan.
+        since: time of the start of its journal in nanoseconds since 1970; a clock may be set back.
     """
 
-    def __init__(self, run: Path, *, rank: int, plan: str, batch: int, lanes: int, cell_size: int) -> None:
+    def __init__(
+        self, run: Path, *, rank: int, plan: str, batch: int, lanes: int, cell_size: int, since: int = 0
+    ) -> None:
         self._cell_size, self._offset = cell_size, 0
         folder = run / "losses"
         with explained(f"write losses in {folder}", writing=True):
@@ -66,7 +69,7 @@ class LossWriter:
             self._path, self._steps = new_rank_file(folder, rank, _SUFFIX)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._samples = os.open(self._path.with_suffix(".samples"), flags, 0o644)
-            header = np.array([(MAGIC, plan.encode(), time.time_ns(), batch, lanes)], HEADER)
+            header = np.array([(MAGIC, plan.encode(), max(time.time_ns(), since), batch, lanes)], HEADER)
             append(self._steps, header.tobytes())
 
     def write(self, step: int, slots: Int64s, losses: NDArray[np.float32]) -> None:

@@ -179,9 +179,10 @@ class LoaderResources:
             from shardkit.ledger.losses import LossWriter
 
             assert run is not None, "checked by `Loader.note`"
+            assert self.journal is not None, "there is one with a run directory"
             self._losses = LossWriter(
-                run, rank=setup.topology.rank, plan=plan.digest, batch=plan.global_batch, lanes=plan.lanes,
-                cell_size=plan.cell_size,
+                run, rank=setup.topology.rank, plan=plan.digest, since=self.journal.started,
+                batch=plan.global_batch, lanes=plan.lanes, cell_size=plan.cell_size,
             )  # fmt: skip
         slots = batches[0].slots if len(batches) == 1 else np.concatenate([one.slots for one in batches])
         self._losses.write(step, slots, losses)

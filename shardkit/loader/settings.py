@@ -33,6 +33,7 @@ from shardkit.loader.transforms import (
     SampleTransform,
     find_decoders,
     split_decoders,
+    with_generator,
 )
 from shardkit.plan import Assignment, Mixer, Plan
 from shardkit.ranges import Range, shown
@@ -180,6 +181,8 @@ class LoaderConfig:
         for name, what, is_right in _KINDS:
             if not is_right(value := getattr(self, name)):
                 raise ConfigurationError(f"{name}={shown(value)}: {what} is expected")
+        if self.transform is not None:
+            object.__setattr__(self, "transform", with_generator(self.transform))
         if self.offset >= self.stride:
             raise ConfigurationError(f"offset={self.offset}: a number below stride={self.stride} is expected")
         if self.rebalance is not None:

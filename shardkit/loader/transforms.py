@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import io
 import json
 import struct
@@ -37,6 +39,7 @@ __all__ = [
     "sample_generator",
     "split_decoders",
     "stack_samples",
+    "with_generator",
 ]
 
 
@@ -68,6 +71,36 @@ Decoder: TypeAlias = Callable[[Any], Any] | RowDecoder
 
 SampleTransform = Callable[[dict[str, Any], "np.random.Generator"], Mapping[str, Any]]
 """Maps a sample and its own random generator to a sample."""
+
+
+@dataclass(frozen=True)
+class _OfSampleAlone:
+    """A transform that draws no random numbers."""
+
+    function: Callable[[dict[str, Any]], Mapping[str, Any]]
+
+    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> Mapping[str, Any]:
+        return self.function(sample)
+
+
+def with_generator(transform: Callable[..., Mapping[str, Any]]) -> SampleTransform:
+    """Return a transform of a sample and a generator, for one that may take the sample alone.
+
+    Raises:
+        ConfigurationError: it takes neither one argument nor two.
+    """
+    try:
+        signature = inspect.signature(transform)
+    except (TypeError, ValueError):  # of C code, which does not say
+        return transform
+    for arguments, found in (((None, None), transform), ((None,), _OfSampleAlone(transform))):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments)
+            return found
+    raise ConfigurationError(
+        f"transform={shown(transform)}: it takes {signature}; expected transform(sample, rng) or transform(sample)"
+    )
+
 
 BatchTransform = Callable[[dict[str, Any], "LazyGenerators"], Mapping[str, Any]]
 """Maps a batch and the random generators of its samples to a batch."""

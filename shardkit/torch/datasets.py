@@ -135,6 +135,13 @@ class PlanDataset(IterableDataset[Batch]):
         """Return the number of steps of an epoch."""
         return self._plan.loop_steps
 
+    def __getitem__(self, index: Any) -> Batch:
+        """Raise UsageError: `Subset` and `random_split` ask for samples, and this dataset has steps."""
+        raise UsageError(
+            "the dataset of a plan has steps, not samples by number: give Subset, random_split and samplers the open "
+            "dataset (shardkit.open), or choose samples with shardkit select and make a plan of them"
+        )
+
     # ---- loops
 
     def __iter__(self) -> Iterator[Any]:
@@ -313,6 +320,10 @@ class DataLoader(TorchDataLoader[Any]):
         if self.num_workers == 0:
             return super().__iter__()
         data = self.dataset
+        if self._iterator is not None and not all(
+            one.is_alive() for one in getattr(self._iterator, "_workers", ())
+        ):
+            self._iterator = None  # a persistent worker was killed: new ones continue with the next batch
         steps = data._begin_loop()  # noqa: SLF001
         data._counted = data._turn  # noqa: SLF001
         starts_workers = not self.persistent_workers or self._iterator is None

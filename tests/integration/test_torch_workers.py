@@ -19,7 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader as TorchDataLoader  # noqa: E402
-from torch.utils.data import get_worker_info  # noqa: E402
+from torch.utils.data import get_worker_info, random_split  # noqa: E402
 
 import shardkit  # noqa: E402
 import shardkit.torch  # noqa: E402
@@ -146,8 +146,11 @@ def test_ranks_that_leave_a_loop_near_its_end_continue_at_the_same_step(ds: shar
     assert found == [(99, 99, [99])] * 2
 
 
-def test_a_killed_worker_ends_the_loop_and_the_next_one_continues(ds: shardkit.Dataset) -> None:
-    loader = _loader(ds, 50, 3)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_killed_worker_ends_the_loop_and_the_next_one_continues(
+    ds: shardkit.Dataset, persistent: bool
+) -> None:
+    loader = _loader(ds, 50, 3, persistent_workers=persistent)
     batches: Any = iter(loader)
     seen = [next(batches).step for _ in range(4)]
     victim = batches._batches._workers[0].pid
@@ -162,6 +165,12 @@ def test_a_killed_worker_ends_the_loop_and_the_next_one_continues(ds: shardkit.D
 def _kill(process: int) -> None:
     os.kill(process, signal.SIGKILL)
     time.sleep(60)  # torch raises in the middle of it
+
+
+def test_samples_by_number_are_refused_with_the_way_on(ds: shardkit.Dataset) -> None:
+    part = random_split(_data(ds, 5), [2, 3])[0]
+    with pytest.raises(UsageError, match="has steps, not samples by number: give Subset, random_split"):
+        part[0]
 
 
 @pytest.mark.parametrize("persistent", [False, True])

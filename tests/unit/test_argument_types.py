@@ -13,7 +13,7 @@ import torch
 
 import shardkit
 import shardkit.torch
-from shardkit.errors import ShardkitError
+from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.plan import Plan
 
 VALUES: Final[list[Any]] = [
@@ -131,6 +131,25 @@ def test_values_of_another_kind_are_taken_or_refused_in_words(
             except Exception as error:
                 wrong.append(f"{name} of {value!r}: {type(error).__name__}: {error}")
     assert not wrong
+
+
+def _plus_one(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"": sample[""] + 1}
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_a_transform_may_take_the_sample_alone(ds: shardkit.Dataset, workers: Any) -> None:
+    plan = ds.plan(global_batch=8, lanes=4, seed=0)
+    with (
+        ds.loader(plan, rank=0, world=1, tensors=False) as plain,
+        ds.loader(
+            plan, rank=0, world=1, tensors=False, transform=_plus_one, workers=workers, threads=2
+        ) as loader,
+    ):
+        assert next(iter(loader))[""].tolist() == (next(iter(plain))[""] + 1).tolist()
+    for wrong in (lambda: 0, lambda a, b, c: a):
+        with pytest.raises(ConfigurationError, match=r"it takes \(.*\); expected transform\(sample, rng\)"):
+            ds.loader(plan, rank=0, world=1, transform=wrong)
 
 
 def test_results_of_transforms_that_are_no_mappings_are_named(ds: shardkit.Dataset) -> None:

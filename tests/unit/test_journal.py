@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from shardkit.errors import FormatError
+from shardkit.errors import FormatError, UsageError
 from shardkit.ledger import Journal, read_journal
+from shardkit.ledger import journal as journal_module
 from shardkit.ledger.journal import JournalFile
 from shardkit.plan import cell_digest
 from tests.journal_cells import record_cells
@@ -41,6 +43,32 @@ def test_every_start_has_a_file_of_its_own(tmp_path: Path) -> None:
     first, second = _write(tmp_path, 1), _write(tmp_path, 2)
     assert first != second
     assert len(list(read_journal(first))) == 2
+
+
+def test_a_later_start_is_later_although_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = JournalFile(_write(tmp_path, 1)).header
+    monkeypatch.setattr(journal_module, "time", SimpleNamespace(time_ns=lambda: 1))
+    second = JournalFile(_write(tmp_path, 2)).header
+    assert first is not None
+    assert second is not None
+    assert second.started == first.started + 1
+
+
+def test_a_loader_whose_run_another_loader_of_the_process_took_over_stops(tmp_path: Path) -> None:
+    """A validation loader with the run directory of the training would make its steps an abandoned branch."""
+
+    def opened() -> closing[Journal]:
+        return closing(Journal(tmp_path, manifest=MANIFEST, plan=PLAN, rank=1, world=2))
+
+    with opened() as first, opened() as second:
+        record_cells(first, 0, [(4, np.arange(3))])
+        record_cells(second, 0, [(5, np.arange(3))])  # chosen lanes of two loaders
+        record_cells(first, 1, [(4, np.arange(3))])
+        record_cells(second, 1, [(4, np.arange(3))])
+        with pytest.raises(UsageError, match="make loaders for validation without run="):
+            record_cells(first, 2, [(4, np.arange(3))])
 
 
 @pytest.mark.parametrize("cut", range(1, 81))
