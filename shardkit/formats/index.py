@@ -37,7 +37,7 @@ class _Facts(Record, frozen=True, kw_only=True):
     tail_sha256: _Sha256
     source_names: Annotated[tuple[str, ...], Meta(max_length=_MAX_SOURCES)] = ()
     first_ordinal: Natural | None = None
-    encoding: Literal["parquet", "arrow", "jsonl", "csv"] | None = None
+    encoding: Literal["parquet", "arrow", "jsonl", "csv", "zstd"] | None = None
     constants: dict[str, str] | None = None
 
 
@@ -137,7 +137,7 @@ class ShardIndex:
     # (fields,) adopted files only: 1 if offset and size locate the payload itself, after any npy header; 0 if they
     # locate the member's content
     field_is_payload: NDArray[np.uint8] | None = None
-    # format rows: how the rows of a block are encoded, parquet or arrow; None if their payloads are in the block
+    # format rows: how the rows of a block are encoded (SPEC.md); None if their payloads are in the block
     encoding: str | None = None
     constants: Mapping[str, str] | None = None  # field → text of the value that all rows of the file have
     common: NDArray[np.uint8] | None = None  # bytes that every block needs to be decoded, such as a footer
@@ -467,9 +467,11 @@ def _check_fields(index: ShardIndex) -> None:
             raise FormatError("index: an arrow shard cannot be adopted")
         return
     located = (index.field_offset, index.field_size, index.field_is_payload)
-    if index.encoding is not None:
-        if index.format != "rows" or any(column is not None for column in located):
-            raise FormatError("index: encoded blocks are for the format rows, without field offsets")
+    if index.encoding is not None and index.format != "rows":
+        raise FormatError("index: encoded blocks are for the format rows")
+    if index.encoding not in (None, "zstd"):
+        if any(column is not None for column in located):
+            raise FormatError(f"index: blocks of {index.encoding} have no field offsets")
         _check_ranges(index)
         return
     if index.format == "rows" and all(column is None for column in located):

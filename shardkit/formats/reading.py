@@ -17,6 +17,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageErr
 from .arrow_reading import BatchReader
 from .block import Block, Column, FixedColumn, VariableColumn, check_text
 from .columns import Texts
+from .compression import decompress_frame
 from .fields import FieldType
 from .foreign_blocks import foreign_block
 from .index import BlockSpan, ShardIndex
@@ -106,7 +107,9 @@ def read_block(
     verify_block(view, index, block, verify=verify)
     span = index.spans[block]
     rows = span.end_row - span.first_row
-    if index.encoding is not None:
+    if index.encoding == "zstd":
+        view = memoryview(decompress_frame(view, span.raw_size, f"block {block}"))
+    elif index.encoding is not None:
         names = _fields_of(index, fields or ()) or list(index.schema)  # at least one: the rows are counted
         return foreign_block(index, block, {span.offset: view.toreadonly()}, names)
     if index.format != "arrow":

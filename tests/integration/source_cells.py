@@ -218,7 +218,7 @@ SOURCES = {
     "feather": Source(_feather, "/all.feather"),
     "save_to_disk": Source(_saved, from_="huggingface"),
     "mds": Source(_mds("plain"), settings=_AS_STORED),
-    "mds_zstd": Source(_mds("zstd"), settings=_AS_STORED, ways=("build",)),
+    "mds_zstd": Source(_mds("zstd"), settings=_AS_STORED),
     "npy": Source(_npy, "/part-*.npy"),
     "npz": Source(_npz, "/all.npz", ways=("build",)),
     "tokens": Source(_tokens, "/train.bin", settings=(("dtype", "uint16"), ("row", 8))),

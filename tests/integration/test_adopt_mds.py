@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import random
@@ -10,22 +11,26 @@ import struct
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
 import numpy as np
 import pytest
+import zstandard
 
 import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.reading.read_path import ReadSettings
-from shardkit_tools.adopting import adopt
+from shardkit_tools.adopting import adopt, mds_shards
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 from tests.servers.fault_proxy import FaultProxy
 
 BUCKETS = ("their-mds",)
+ZSTD = zstandard.ZstdCompressor()
+UNSIZED = zstandard.ZstdCompressor(write_content_size=False)
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
 GOLDEN = Path(__file__).parents[1] / "compat" / "golden" / "mds"
 AS_STORED = {"raw": "bytes", "ratio": "str"}  # a PIL picture and a decimal fraction
@@ -52,8 +57,8 @@ def encoded(row: dict[str, Any]) -> bytes:
     return bytes(sizes + row["image"] + fixed + text + sized + row["box"].tobytes())
 
 
-def write_mds(folder: Path, borders: tuple[int, ...] = (0, 320, 500)) -> list[Path]:
-    """Write shards as Streaming's MDSWriter lays them out."""
+def write_mds(folder: Path, borders: tuple[int, ...] = (0, 320, 500), compressor: Any = None) -> list[Path]:
+    """Write shards as Streaming's MDSWriter lays them out, with zstd if there is a compressor."""
     folder.mkdir()
     about = {
         "column_names": list(COLUMNS), "column_encodings": [one for one, _ in COLUMNS.values()],
@@ -65,12 +70,19 @@ def write_mds(folder: Path, borders: tuple[int, ...] = (0, 320, 500)) -> list[Pa
         offsets = np.cumsum([4 + 4 * (len(rows) + 1) + len(config), *map(len, rows)]).astype("<u4")
         body = struct.pack("<I", len(rows)) + offsets.tobytes() + config + b"".join(rows)
         paths.append(folder / f"shard.{number:05d}.mds")
+        packed, raw = None, {"basename": paths[-1].name, "bytes": len(body), "hashes": {}}
+        if compressor is not None:
+            paths[-1], body = Path(f"{paths[-1]}.zstd"), compressor.compress(body)
+            packed = {
+                "basename": paths[-1].name,
+                "bytes": len(body),
+                "hashes": {"sha1": hashlib.sha1(body).hexdigest()},
+            }
         paths[-1].write_bytes(body)
-        raw = {"basename": paths[-1].name, "bytes": len(body), "hashes": {}}
         shard: dict[str, Any] = {
-            "compression": None,
+            "compression": packed and "zstd:3",
             "hashes": [],
-            "zip_data": None,
+            "zip_data": packed,
             "samples": len(rows),
             "raw_data": raw,
         }
@@ -102,10 +114,11 @@ def is_equal(one: Any, other: Any) -> bool:
     return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
 
 
-def test_every_encoding_is_read_as_streaming_reads_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", ["plain", "zstd"])
+def test_every_encoding_is_read_as_streaming_reads_it(tmp_path: Path, shards: str) -> None:
     expected = json.loads((GOLDEN / "expected.json").read_text())
     result = adopt(
-        [GOLDEN / "plain"], tmp_path / "root", options=ImportOptions(field_types=AS_STORED), block_size="1KiB"
+        [GOLDEN / shards], tmp_path / "root", options=ImportOptions(field_types=AS_STORED), block_size="1KiB"
     )
     assert (result.rows, result.files) == (15, 2)
     ds = shardkit.open(tmp_path / "root")
@@ -136,9 +149,12 @@ def test_binary_columns_are_not_read_as_text(
         make(tmp_path / "mds", tmp_path / "root", options=options)
 
 
+@pytest.mark.parametrize("compressor", [None, ZSTD])
 @pytest.mark.parametrize("remote", [False, True])
-def test_built_and_adopted_shards_give_equal_batches(tmp_path: Path, remote: bool, proxy: FaultProxy) -> None:
-    paths = write_mds(tmp_path / "mds")
+def test_built_and_adopted_shards_give_equal_batches(
+    tmp_path: Path, remote: bool, compressor: Any, proxy: FaultProxy
+) -> None:
+    paths = write_mds(tmp_path / "mds", compressor=compressor)
     source, root = str(tmp_path / "mds"), str(tmp_path / "adopted")
     if remote:
         root = f"s3://{BUCKETS[0]}/{uuid.uuid4().hex}"
@@ -152,7 +168,7 @@ def test_built_and_adopted_shards_give_equal_batches(tmp_path: Path, remote: boo
     check_rows(root)
     adopted = shardkit.open(root, settings=SETTINGS)
     assert [adopted.key(row) for row in (0, 320, 499)] == ["0000000000", "0000000320", "0000000499"]
-    assert adopted.reader.index(0).blocks > 5
+    assert adopted.reader.index(0).blocks == (1 if compressor else 22)
     for batch in batches(root):
         for name in VALUES[0]:
             rows = [VALUES[sample][name] for sample in batch["samples"]]
@@ -184,8 +200,9 @@ def test_a_plan_over_one_shard_gives_the_batches_of_a_build(tmp_path: Path) -> N
         assert all(is_equal(one[name], other[name]) for name in (*VALUES[0], "samples"))
 
 
-def test_every_flipped_bit_is_found_in_its_block(tmp_path: Path) -> None:
-    path = write_mds(tmp_path / "mds")[1]
+@pytest.mark.parametrize("compressor", [None, ZSTD])
+def test_every_flipped_bit_is_found_in_its_block(tmp_path: Path, compressor: Any) -> None:
+    path = write_mds(tmp_path / "mds", compressor=compressor)[1]
     adopt([tmp_path / "mds"], tmp_path / "root", block_size="8KiB")
     root, data, chance = str(tmp_path / "root"), path.read_bytes(), random.Random(4)
     for block, span in enumerate(shardkit.open(root).reader.index(1).spans):
@@ -195,9 +212,41 @@ def test_every_flipped_bit_is_found_in_its_block(tmp_path: Path) -> None:
         assert (damage.name, damage.blocks) == (str(path), (block,))
         with pytest.raises(IntegrityError, match=rf"block {block} in .*shard\.00001\.mds"):
             shardkit.open(root)[320 + span.first_row]
-    path.write_bytes(data[:5] + bytes([data[5] ^ 1]) + data[6:])  # its offsets, which reads do not use
-    assert verify(root).exit_code == 4
+    if compressor is None:
+        path.write_bytes(data[:5] + bytes([data[5] ^ 1]) + data[6:])  # its offsets, which reads do not use
+        assert verify(root).exit_code == 4
+    else:
+        path.write_bytes(data)
     check_rows(root)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda body: ZSTD.compress(body[:-1]), r"declares \d+ bytes, expected \d+; .*shardkit build"),
+        (lambda body: b"".join(map(ZSTD.compress, (body[:99], body[99:]))), "declares 99 bytes"),
+        (lambda body: UNSIZED.compress(body), "declares None bytes"),
+        (lambda body: ZSTD.compress(body)[:-9], "broken zstd frame"),
+        (lambda body: body, "broken zstd frame"),
+    ],
+    ids=["shorter", "two frames", "no size", "cut", "not compressed"],
+)
+def test_frames_of_another_size_are_refused(
+    tmp_path: Path, make: Callable[[bytes], bytes], message: str
+) -> None:
+    both = iter([ZSTD.compress, make])  # the first shard is decompressed for its types
+    write_mds(tmp_path / "mds", compressor=SimpleNamespace(compress=lambda body: next(both)(body)))
+    with pytest.raises(SourceError, match=rf"shard\.00001\.mds\.zstd: .*{message}"):
+        adopt(tmp_path / "mds", tmp_path / "root")
+
+
+def test_large_compressed_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mds(tmp_path / "mds", compressor=ZSTD)
+    monkeypatch.setattr(mds_shards, "MAX_WHOLE_BYTES", 100_000)
+    with pytest.raises(
+        SourceError, match=r"shard\.00000\.mds\.zstd: the compressed shard has .*shardkit build"
+    ):
+        adopt(tmp_path / "mds", tmp_path / "root")
 
 
 def cut(folder: Path) -> None:
@@ -250,7 +299,7 @@ def test_damaged_shards_are_named(tmp_path: Path, case: str) -> None:
 
 
 REFUSED: dict[str, tuple[list[str], dict[str, Any], type[ShardkitError], str]] = {
-    "compressed": (["zstd"], {}, SourceError, r"compressed as a whole with zstd:7.*shardkit build"),
+    "compressed": (["gz"], {}, SourceError, r"compressed with gz.*, and only zstd.*shardkit build"),
     "two folders": (["plain", "shapes"], {}, SourceError, "one folder at a time.*shardkit merge"),
     "free shapes": (["shapes"], {}, SourceError, r"cannot be read where it is; .*shardkit build"),
     "pictures": (

@@ -18,7 +18,12 @@ from shardkit.formats.arrow_message import (
     read_message_head,
 )
 from shardkit.formats.foreign_blocks import arrow_batch, arrow_raw_bytes, arrow_schema_of
-from shardkit_tools.adopting.encoded_blocks import MAX_COMMON_BYTES, EncodedBlocks, TableFiles
+from shardkit_tools.adopting.encoded_blocks import (
+    MAX_COMMON_BYTES,
+    MAX_WHOLE_BYTES,
+    EncodedBlocks,
+    TableFiles,
+)
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     AdoptTask,
@@ -34,7 +39,6 @@ from shardkit_tools.importers.tables import ArrowImporter, open_ipc
 
 _PIECE_BYTES = 1 << 20
 _BATCH_ROWS = 4096
-_MAX_BATCH_BYTES = 128 << 20  # pyarrow decodes a batch as a whole, from a copy that follows its schema
 
 
 class _Place(NamedTuple):
@@ -77,7 +81,7 @@ class ArrowFiles(TableFiles):
                 if place.stop <= batches[0].start and place.head.kind != RECORD_BATCH
             )
             schema = _schema(common, file)
-            found = self.encoded_blocks(task, schema.names, _MAX_BATCH_BYTES)
+            found = self.encoded_blocks(task, schema.names, MAX_WHOLE_BYTES)
             ends = [*(place.start for place in batches[1:]), places[-1].stop]
             for number, (place, end) in enumerate(zip(batches, ends, strict=True)):
                 what = f"record batch {number}"

@@ -25,8 +25,20 @@ from shardkit_tools.importers.tables import TableImporter
 MAX_BLOCK_BYTES = 256 << 20
 """Maximum stored and decoded size of a block: a read of one row reads and decodes its block."""
 
+MAX_WHOLE_BYTES = 128 << 20
+"""The same for a block that is decoded as a whole, so that its stored and decoded bytes are in memory."""
+
 MAX_COMMON_BYTES = 64 << 20
 """Maximum size of the bytes that every block needs, which are copied into the index."""
+
+
+def check_block_size(path: str, what: str, size: int, most_bytes: int) -> None:
+    """Raise SourceError if a block is too large."""
+    if size > most_bytes:
+        raise SourceError(
+            f"{path}: {what} has {size} bytes, and a read of one of its rows would decode it; "
+            f"expected at most {most_bytes}: write the file with smaller ones, or {BUILD_INSTEAD}"
+        )
 
 
 @dataclass(frozen=True)
@@ -61,11 +73,7 @@ class EncodedBlocks:
 
     def check_size(self, what: str, size: int) -> None:
         """Raise SourceError if a block is too large."""
-        if size > self.most_bytes:
-            raise SourceError(
-                f"{self.task.file.path}: {what} has {size} bytes, and a read of one of its rows would decode it; "
-                f"expected at most {self.most_bytes}: write the file with smaller ones, or {BUILD_INSTEAD}"
-            )
+        check_block_size(self.task.file.path, what, size, self.most_bytes)
 
     def add(self, what: str, rows: int, batches: Iterable[Any], declared: int = 1) -> None:
         """Decode and check the rows of a block with the code that will read them.

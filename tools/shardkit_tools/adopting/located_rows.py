@@ -69,7 +69,7 @@ class LocatedRows:
             own = borders[first : first + block_rows + 1] - borders[first]
             data = read_some(stream, int(own[-1]), self.path)
             blocks.add(data, len(own) - 1)
-            self.add(data, spans_of(data, first, own), lambda row, first=first: f"row {first + row}")  # type: ignore[misc]
+            self.add(data, spans_of(data, first, own), row_names(first))
             report(len(own) - 1, len(data))
         return block_rows
 
@@ -118,6 +118,11 @@ class LocatedRows:
             "field_size": table[:, :, 1].copy(),
             "field_is_payload": np.array([self.is_payload[name] for name in self.schema], np.uint8),
         }
+
+
+def row_names(first: int) -> Callable[[int], str]:
+    """Return a function that names the rows of a block that begins with the row `first` of its file."""
+    return lambda row: f"row {first + row}"
 
 
 def locate_decimal(data: bytes, where: str) -> Span:

@@ -10,8 +10,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import SourceError
+from shardkit.errors import FormatError, SourceError
 from shardkit.formats import FieldType, Schema
+from shardkit.formats.compression import decompress_frame
+from shardkit_tools.adopting.encoded_blocks import MAX_WHOLE_BYTES, check_block_size
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     AdoptTask,
@@ -23,7 +25,7 @@ from shardkit_tools.adopting.files import (
     read_some,
     stat_source,
 )
-from shardkit_tools.adopting.located_rows import LocatedRows, Span, locate_decimal, refuse_array
+from shardkit_tools.adopting.located_rows import LocatedRows, Span, locate_decimal, refuse_array, row_names
 from shardkit_tools.importers.mds import (
     Encodings,
     MdsImporter,
@@ -35,6 +37,8 @@ from shardkit_tools.importers.mds import (
     row_offsets,
 )
 from shardkit_tools.importers.source_files import open_file
+
+_PIECE_ROWS = 4096  # rows whose spans are Python objects at the same time
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,15 @@ class MdsFolder(NumberedRows):
     def of(cls, importer: MdsImporter) -> MdsFolder:
         """Return the folder; only its shards are adopted, not its index."""
         for shard in importer.shards:
-            if shard.compression:
+            if shard.compression.partition(":")[0] not in ("", "zstd"):
                 raise SourceError(
-                    f"{shard.file.path}: compressed as a whole with {shard.compression}, so rows cannot be read out of "
-                    f"its middle; {BUILD_INSTEAD}"
+                    f"{shard.file.path}: compressed with {shard.compression}, and only zstd is read where it is; "
+                    f"{BUILD_INSTEAD}"
                 )
-            if head_bytes(shard) > shard.file.size or not shard.rows:
+            if shard.compression:
+                size = max(shard.file.size, shard.raw_bytes)
+                check_block_size(shard.file.path, "the compressed shard", size, MAX_WHOLE_BYTES)
+            if head_bytes(shard) > shard.raw_bytes or not shard.rows:
                 raise SourceError(
                     f"{shard.file.path}: {shard.file.size} bytes for {shard.rows} rows; write the dataset again"
                 )
@@ -68,6 +75,8 @@ class MdsFolder(NumberedRows):
         """Read a shard from start to end; memory holds one block, the row offsets and the index."""
         assert not axes, "the rows of an MDS folder are one stratum"
         shard, path = self.shards[task.number], task.file.path
+        if shard.compression:
+            return self._scan_frame(task, shard, report)
         before, hashes = stat_source(task.file), ShardHashes(shard)
         located = LocatedRows(self.schema, path)
         with ScannedBlocks() as blocks, open_file(task.file) as stream:
@@ -87,6 +96,33 @@ class MdsFolder(NumberedRows):
         scanned = blocks.numbered(task, self.schema, block_rows, before, **located.columns())
         hashes.check()
         return scanned
+
+    def _scan_frame(self, task: AdoptTask, shard: MdsShard, report: Report) -> ScannedFile:
+        """Read a shard that is one zstd frame; memory holds the frame and its content."""
+        path, before, located = (
+            task.file.path,
+            stat_source(task.file),
+            LocatedRows(self.schema, task.file.path),
+        )
+        with ScannedBlocks() as blocks, open_file(task.file) as stream:
+            stored = read_some(stream, task.file.size, path)
+            hashes = ShardHashes(shard)
+            hashes.update(stored)
+            hashes.check()
+            try:
+                raw = decompress_frame(stored, shard.raw_bytes, path)
+            except FormatError as error:
+                raise SourceError(f"{error}; fetch it again, or {BUILD_INSTEAD}") from error
+            borders = row_offsets(shard, raw)
+            blocks.add(stored, shard.rows)
+            for first in range(0, shard.rows, _PIECE_ROWS):
+                rows = borders[first : first + _PIECE_ROWS + 1]
+                located.add(raw, self._spans_of(located, raw, rows, first), row_names(first))
+                report(len(rows) - 1, 0)
+            report(0, len(stored))
+            blocks.add_tail(read_some(stream, 1, path))
+        sizes = {"encoding": "zstd", "block_raw_size": np.array([len(raw)], np.uint64)}
+        return blocks.numbered(task, self.schema, shard.rows, before, **sizes, **located.columns())
 
     def _spans_of(
         self, located: LocatedRows, data: bytes, borders: Sequence[int], first: int

@@ -66,9 +66,10 @@ def adopt(
 
     These are folders of pictures, audio, video, text or other files, uncompressed WebDataset tars, NumPy arrays
     (.npy, a sample per row), files of tokens (.bin, with --dtype and --row, or with an .idx file), Parquet and Arrow
-    files, folders of save_to_disk, JSON lines, CSV, and uncompressed MDS folders. Every block is verified whenever it
-    is read, so a file that changes later is noticed and named. Promises that hold for built data only are printed.
-    After Ctrl-C or a crash the same command continues; when files have moved, adopt them again where they are now.
+    files, folders of save_to_disk, JSON lines, CSV, and MDS folders, uncompressed or with zstd. Every block is
+    verified whenever it is read, so a file that changes later is noticed and named. Promises that hold for built data
+    only are printed. After Ctrl-C or a crash the same command continues; when files have moved, adopt them again where
+    they are now.
 
     Files in S3, or at any URL, stay there and are read from there; credentials come from the environment.
 
