@@ -1,4 +1,4 @@
-"""Decode blocks of adopted files: row groups, record batches, runs of lines (SPEC.md §5, "Encoded blocks").
+"""Decode blocks of adopted files: row groups, record batches, runs of lines, arrays (SPEC.md §5, "Encoded blocks").
 
 Only verified bytes get here: the ranges of a block, and `ShardIndex.common`, which the digest of the index covers.
 pyarrow decodes them. Importers open the same files with the functions of this module.
@@ -29,6 +29,7 @@ from .foreign_columns import ForeignColumns
 from .index import ShardIndex
 from .line_blocks import LineSettings, line_columns
 from .schema import Schema
+from .values import check_bools
 
 PARQUET_MAGIC = b"PAR1"
 INT96_UNIT = "us"
@@ -292,11 +293,42 @@ class _LineDecoder:
         return line_columns(self._encoding, self._settings, stored, schema, rows, skipped, where)
 
 
+# ---- Arrays
+
+
+class _ArrayDecoder:
+    """Decodes blocks in which the range of a field is an array of its rows."""
+
+    def __init__(self, index: ShardIndex) -> None:
+        assert index.range_offset is not None
+        assert index.range_size is not None
+        self._schema, self._file_size = index.schema, index.shard_size
+        self._offsets, self._sizes = index.block_offset[:, None] + index.range_offset, index.range_size
+
+    def columns(self, block: int, parts: Parts, schema: Schema, rows: int) -> dict[str, Column]:
+        file = SparseFile(self._file_size, parts)
+        found: dict[str, Column] = {}
+        for name, kind in schema.items():
+            place = self._schema.position(name)
+            size = int(self._sizes[block, place])
+            if kind.optional or kind.item_bytes is None or size != rows * kind.item_bytes:
+                raise FormatError(f"block {block} field {name!r}: {size} bytes are not {rows} rows of {kind}")
+            file.seek(int(self._offsets[block, place]))
+            values = np.frombuffer(file.read(size), kind.numpy_dtype).reshape(rows, *kind.shape)
+            try:
+                check_bools(values, kind.numpy_dtype)
+            except ValueError as error:
+                raise FormatError(f"block {block} field {name!r}: {error}") from None
+            found[name] = FixedColumn(values)
+        return found
+
+
 _OPENERS: dict[str, Any] = {
     "parquet": _ParquetDecoder,
     "arrow": _ArrowDecoder,
     "jsonl": _LineDecoder,
     "csv": _LineDecoder,
+    "npz": _ArrayDecoder,
 }
 _open: weakref.WeakKeyDictionary[ShardIndex, _Decoder] = weakref.WeakKeyDictionary()
 

@@ -37,7 +37,7 @@ class _Facts(Record, frozen=True, kw_only=True):
     tail_sha256: _Sha256
     source_names: Annotated[tuple[str, ...], Meta(max_length=_MAX_SOURCES)] = ()
     first_ordinal: Natural | None = None
-    encoding: Literal["parquet", "arrow", "jsonl", "csv", "zstd"] | None = None
+    encoding: Literal["parquet", "arrow", "jsonl", "csv", "npz", "zstd"] | None = None
     constants: dict[str, str] | None = None
 
 
@@ -446,7 +446,7 @@ def _check_ranges(index: ShardIndex) -> None:
     if set(index.constants or ()) - set(index.schema):
         raise FormatError("index: a constant is of no field")
     ranges = (index.range_offset, index.range_size, index.range_xxh3, index.range_sha256)
-    if all(column is None for column in ranges):
+    if index.encoding != "npz" and all(column is None for column in ranges):
         return
     shape = (index.blocks, len(index.schema))
     for name in ("range_offset", "range_size", "range_xxh3"):

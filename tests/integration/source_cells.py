@@ -45,14 +45,12 @@ class Source:
 
     Attributes:
         given: what a user types behind the place of the folder. settings: of `ImportOptions`.
-        ways: what shardkit does with it.
     """
 
     write: Callable[[Path], Rows]
     given: str = ""
     from_: str | None = None
     settings: tuple[tuple[str, Any], ...] = ()
-    ways: tuple[str, ...] = ("build", "adopt")
 
 
 def _tars(folder: Path) -> Rows:
@@ -205,6 +203,7 @@ def _texts(folder: Path) -> Rows:
     return [{"text": path.read_text("utf-8")} for path in sorted(folder.iterdir())]
 
 
+WAYS = ("build", "adopt")
 _AS_STORED = (("field_types", {"ratio": "str"}), ("drop", ("photo", "raw")))
 SOURCES = {
     "tars": Source(_tars, "/*.tar"),
@@ -220,7 +219,7 @@ SOURCES = {
     "mds": Source(_mds("plain"), settings=_AS_STORED),
     "mds_zstd": Source(_mds("zstd"), settings=_AS_STORED),
     "npy": Source(_npy, "/part-*.npy"),
-    "npz": Source(_npz, "/all.npz", ways=("build",)),
+    "npz": Source(_npz, "/all.npz"),
     "tokens": Source(_tokens, "/train.bin", settings=(("dtype", "uint16"), ("row", 8))),
     "megatron": Source(_documents("megatron"), "/text.*", from_="tokens"),
     "fairseq": Source(_documents("fairseq"), from_="tokens"),
@@ -250,7 +249,7 @@ def read_all(place: str, work: Path) -> Iterator[tuple[str, Rows | str]]:
 
     for name, source in SOURCES.items():
         options = ImportOptions(**dict(source.settings))
-        for way in source.ways:
+        for way in WAYS:
             root, given = work / f"{name}-{way}", f"{place}/{name}{source.given}"
             try:
                 if way == "build":

@@ -479,7 +479,7 @@ REFUSED: dict[str, tuple[Callable[[Path], list[str]], dict[str, Any], type[Shard
         UsageError,
         "leave them out",
     ),
-    "unknown": (tokens, {"from_": "npz"}, UsageError, "npz is not adopted"),
+    "unknown": (tokens, {"from_": "hdf5"}, UsageError, "'hdf5': no such importer"),
 }
 
 

@@ -7,6 +7,5 @@ hold for adopted data are reported.
 from __future__ import annotations
 
 from shardkit_tools.adopting.adoption import Adoption, adopt, broken_promises
-from shardkit_tools.adopting.formats import ADOPTABLE
 
-__all__ = ["ADOPTABLE", "Adoption", "adopt", "broken_promises"]
+__all__ = ["Adoption", "adopt", "broken_promises"]

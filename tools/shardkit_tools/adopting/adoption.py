@@ -250,7 +250,7 @@ def adopt(
     Args:
         sources: a path, folder, glob or URL of files of one format, or several of them, in order.
         root: directory or URL of the dataset, new or existing.
-        from_: format of the files, one of `ADOPTABLE`; None: by their extensions, otherwise WebDataset tars.
+        from_: format of the files, one of `IMPORTERS`; None: by their extensions, otherwise WebDataset tars.
         options: how the files are read, as in a build; samples that cannot be read are left out with
             `ImportOptions.skip_bad_rows`.
         stratify: field or fields to balance batches by.

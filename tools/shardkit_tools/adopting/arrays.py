@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardkit.errors import SourceError, UsageError
+from shardkit.formats import FieldType
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     AdoptTask,
@@ -39,15 +40,7 @@ class Arrays(FilledFiles):
         """
         arrays = importer.arrays.values()
         for one in arrays:
-            head, where = one.header, one.file.path
-            if head.columns_first or np.dtype(head.dtype).str[0] == ">":
-                how = "column by column (Fortran order)" if head.columns_first else "big-endian"
-                raise SourceError(f"{where}: its rows are stored {how}; {BUILD_INSTEAD}")
-            for field, kind in importer.schema.items():
-                if str(kind) != head.row_type:
-                    raise UsageError(
-                        f"--schema {field}={kind}: adopted rows keep their type, {head.row_type}; {BUILD_INSTEAD}"
-                    )
+            check_array(one, importer.schema[one.field])
         return cls(importer, tuple(one.header.shape[0] for one in arrays))
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
@@ -77,6 +70,23 @@ class Arrays(FilledFiles):
         if len(data) != array.header.offset or not is_same:
             raise SourceError(f"{array.file.path}: it was changed after it was listed; adopt it again")
         return data
+
+
+def check_array(array: ArrayFile, kind: FieldType) -> None:
+    """Check that the rows of an array can be read where they are as a field of the type `kind`.
+
+    Raises:
+        UsageError: The array has another type.
+        SourceError: The rows are not stored as they are read.
+    """
+    head, where = array.header, f"{array.file.path}: {array.member or 'its rows'}"
+    if head.columns_first or np.dtype(head.dtype).str[0] == ">":
+        how = "column by column (Fortran order)" if head.columns_first else "big-endian"
+        raise SourceError(f"{where}: stored {how}; {BUILD_INSTEAD}")
+    if str(kind) != head.row_type:
+        raise UsageError(
+            f"--schema {array.field}={kind}: adopted rows keep their type, {head.row_type}; {BUILD_INSTEAD}"
+        )
 
 
 def _counts(rows: int, block_rows: int) -> Iterator[int]:

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Protocol, Self
 
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
+from shardkit_tools.adopting.archives import Archives
 from shardkit_tools.adopting.arrays import Arrays
 from shardkit_tools.adopting.arrow_files import ArrowFiles
 from shardkit_tools.adopting.documents import Documents
 from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
     AdoptTask,
     Report,
     ScannedFile,
@@ -28,9 +28,10 @@ from shardkit_tools.importers.csv import CsvImporter
 from shardkit_tools.importers.folder import FolderImporter, TextImporter
 from shardkit_tools.importers.json_lines import JsonLinesImporter
 from shardkit_tools.importers.mds import MdsImporter
+from shardkit_tools.importers.numpy_archives import ArchiveImporter
 from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
-from shardkit_tools.importers.source_files import detect, file_suffix, open_listed
+from shardkit_tools.importers.source_files import check_kind, detect, file_suffix, open_listed
 from shardkit_tools.importers.tables import ArrowImporter, ParquetImporter, SavedDataset
 from shardkit_tools.importers.token_documents import TokenDocuments
 from shardkit_tools.importers.tokens import TokensImporter
@@ -111,6 +112,7 @@ _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {
     WebDatasetImporter: Tars.of,
     NumpyImporter: Arrays.of,
     TokensImporter: Arrays.of,
+    ArchiveImporter: Archives.of,
     TokenDocuments: Documents.of,
     MdsImporter: MdsFolder.of,
     SavedDataset: ArrowFiles.of,
@@ -122,15 +124,12 @@ _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {
     CsvImporter: LineFiles.of,
 }
 
-ADOPTABLE = tuple(dict.fromkeys(str(importer.name) for importer in _ADOPTED))
-"""Values of ``--from``."""
-
 _OF_ONE_FOLDER = ("mds", "huggingface", "folder", "text")  # files of several folders may have equal names
 _NOT_PACKED = ("webdataset", "npy", "tokens", "text", "jsonl", "csv")  # formats that importers decompress
 
 
 def open_files(source: Source, kind: str | None, options: ImportOptions) -> AdoptableFiles:
-    """Return the files as one of `ADOPTABLE`; `kind` None: by options and extensions.
+    """Return the files as one of `IMPORTERS`; `kind` None: by options and extensions.
 
     Raises:
         UsageError: `kind` is unknown, or the options do not go with it.
@@ -139,8 +138,7 @@ def open_files(source: Source, kind: str | None, options: ImportOptions) -> Adop
     if kind is None:
         suffixes = {file_suffix(file.name) for file in source.files}
         kind = "tokens" if options.dtype or options.row or suffixes == {"bin"} else detect(source)
-    if kind not in ADOPTABLE:
-        raise UsageError(f"{source.given}: {kind} is not adopted ({', '.join(ADOPTABLE)}); {BUILD_INSTEAD}")
+    check_kind(kind)
     if kind != "tokens" and (options.dtype or options.row):
         raise UsageError(f"--dtype and --row are for files of tokens, not for {kind}; leave them out")
     if kind in _OF_ONE_FOLDER:

@@ -121,8 +121,8 @@ class MdsFolder(NumberedRows):
                 report(len(rows) - 1, 0)
             report(0, len(stored))
             blocks.add_tail(read_some(stream, 1, path))
-        sizes = {"encoding": "zstd", "block_raw_size": np.array([len(raw)], np.uint64)}
-        return blocks.numbered(task, self.schema, shard.rows, before, **sizes, **located.columns())
+        columns = located.columns() | {"encoding": "zstd", "block_raw_size": np.array([len(raw)], np.uint64)}
+        return blocks.numbered(task, self.schema, shard.rows, before, **columns)
 
     def _spans_of(
         self, located: LocatedRows, data: bytes, borders: Sequence[int], first: int

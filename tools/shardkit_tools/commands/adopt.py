@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
-from shardkit_tools.adopting import ADOPTABLE, Adoption
+from shardkit_tools.adopting import Adoption
 from shardkit_tools.adopting import adopt as adopt_files
 from shardkit_tools.build_report import print_strata, progress_text
 from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers.protocol import ImportOptions, parse_field_types
+from shardkit_tools.importers.source_files import IMPORTERS
 from shardkit_tools.options import argument, option
 from shardkit_tools.versions import moved_document, moved_facts
 
@@ -28,7 +29,7 @@ def adopt(
     from_: Annotated[
         str | None,
         option(
-            "--from NAME", f"What SOURCE is, if it is not to be guessed: {', '.join(ADOPTABLE)}.", "Source"
+            "--from NAME", f"What SOURCE is, if it is not to be guessed: {', '.join(IMPORTERS)}.", "Source"
         ),
     ] = None,
     dtype: Annotated[str, options.DTYPE] = "",
@@ -65,11 +66,11 @@ def adopt(
     """Index and hash files where they are; nothing of them is copied.
 
     These are folders of pictures, audio, video, text or other files, uncompressed WebDataset tars, NumPy arrays
-    (.npy, a sample per row), files of tokens (.bin, with --dtype and --row, or with an .idx file), Parquet and Arrow
-    files, folders of save_to_disk, JSON lines, CSV, and MDS folders, uncompressed or with zstd. Every block is
-    verified whenever it is read, so a file that changes later is noticed and named. Promises that hold for built data
-    only are printed. After Ctrl-C or a crash the same command continues; when files have moved, adopt them again where
-    they are now.
+    (.npy or uncompressed .npz, a sample per row), files of tokens (.bin, with --dtype and --row, or with an .idx file),
+    Parquet and Arrow files, folders of save_to_disk, JSON lines, CSV, and MDS folders, uncompressed or with zstd. Every
+    block is verified whenever it is read, so a file that changes later is noticed and named. Promises that hold for
+    built data only are printed. After Ctrl-C or a crash the same command continues; when files have moved, adopt them
+    again where they are now.
 
     Files in S3, or at any URL, stay there and are read from there; credentials come from the environment.
 

@@ -5,13 +5,14 @@ Archives have a CRC of each array. It is checked before the first row is returne
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 from shardkit.errors import ShardkitError, SourceError
 from shardkit_tools.importers.numpy_arrays import (
@@ -26,9 +27,10 @@ from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile,
 from shardkit_tools.importers.source_files import check_suffixes, open_file
 
 _DAMAGED = (
-    zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError, ValueError
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, OSError, OverflowError, RuntimeError, ValueError
 )  # fmt: skip
-"""Exceptions of `zipfile` for damage, invalid offsets, unknown compression and encryption."""
+"""Exceptions of `zipfile` for damage, invalid offsets, missing members, unknown compression and encryption."""
+_LOCAL_HEADER_BYTES = 30  # before the name of a member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +38,13 @@ class ArchiveImporter(RowsImporter):
     """NumPy archives as a source, each one task: compressed data is read from its start."""
 
     name: ClassVar[str] = "npz"
-    archives: tuple[tuple[ArrayFile, ...], ...]
+    archives: Mapping[SourceFile, tuple[ArrayFile, ...]]
     """The imported arrays of each file."""
 
     @contextmanager
     def _open(self, task: SourceTask) -> Iterator[tuple[SourceFile, range, Mapping[str, Rows]]]:
         (file,) = task.files
-        arrays = self.archives[self.source.files.index(file)]
+        arrays = self.archives[file]
         with _open_archive(file) as members, ExitStack() as stack:
             readers = {one.field: _rows_of(one, members, stack) for one in arrays}
             yield file, range(arrays[0].header.shape[0]), readers
@@ -65,28 +67,51 @@ def _rows_of(array: ArrayFile, members: zipfile.ZipFile, stack: ExitStack) -> Ro
     return Rows(array.header, where, read)
 
 
+def stored_spans(data: bytes, arrays: Sequence[ArrayFile]) -> dict[str, tuple[int, int]] | None:
+    """Return the (start, stop) of the rows of each field in the bytes of an archive, after a check of its CRCs.
+
+    None if a member is compressed.
+
+    Raises:
+        SourceError: The archive is damaged or has changed.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    with _open_archive(arrays[0].file, io.BytesIO(data)) as members, ExitStack() as stack:
+        for one in arrays:
+            with _naming(one.file, one.member):
+                member = members.getinfo(one.member)
+                if member.compress_type != zipfile.ZIP_STORED:
+                    return None
+                _rows_of(one, members, stack)
+                # the header before a member has a size of its own: APPNOTE.TXT, section 4.3.7
+                sizes = struct.unpack_from("<HH", data, member.header_offset + _LOCAL_HEADER_BYTES - 4)
+                start = member.header_offset + _LOCAL_HEADER_BYTES + sum(sizes) + one.header.offset
+                spans[one.field] = start, start + one.header.shape[0] * one.header.row_bytes
+    return spans
+
+
 def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
     """Read the headers of a source of ``.npz`` files."""
     check_suffixes(source, ("npz",), "a NumPy archive")
-    archives = []
+    archives: dict[SourceFile, tuple[ArrayFile, ...]] = {}
+    types: dict[str, str] = {}
     names: dict[str, str] = {}
     for file in source.files:
-        arrays, fields = _read_archive(file, options)
+        archives[file], fields = _read_archive(file, options)
         names = names or fields
-        archives.append(arrays)
-        found, expected = ({one.field: one.header.row_type for one in some} for some in (arrays, archives[0]))
-        if found != expected:
+        found = {one.field: one.header.row_type for one in archives[file]}
+        types = types or found
+        if found != types:
             raise SourceError(
                 f"{file.path}: its arrays are {_type_list(found)}, the arrays of {source.files[0].name} are "
-                f"{_type_list(expected)}; the archives of a source hold the same arrays; name one of them, or "
+                f"{_type_list(types)}; the archives of a source hold the same arrays; name one of them, or "
                 "choose arrays with --columns"
             )
-    types = {one.field: one.header.row_type for one in archives[0]}
     return ArchiveImporter(
         source=source,
         fields=options.schema(types, source.given, names=names),
         options=options,
-        archives=tuple(archives),
+        archives=archives,
     )
 
 
@@ -129,8 +154,8 @@ def _fields(members: zipfile.ZipFile, file: SourceFile) -> dict[str, str]:
 
 
 @contextmanager
-def _open_archive(file: SourceFile) -> Iterator[zipfile.ZipFile]:
-    with open_file(file) as stream:
+def _open_archive(file: SourceFile, opened: BinaryIO | None = None) -> Iterator[zipfile.ZipFile]:
+    with opened or open_file(file) as stream:
         with _naming(file):
             members = zipfile.ZipFile(stream)
         with members:

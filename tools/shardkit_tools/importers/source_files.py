@@ -348,8 +348,8 @@ def open_source(source: str, kind: str | None = None, options: ImportOptions | N
 
 def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[Importer, tuple[str, ...]]:
     """Do `open_source`, and also return notes on files that were left out."""
-    if kind is not None and kind not in IMPORTERS:
-        raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
+    if kind is not None:
+        check_kind(kind)
     is_hub = source.startswith("hf://")
     if kind == "huggingface" and _HUB_NAME.fullmatch(source) and not os.path.exists(source):
         raise NotFoundError(
@@ -368,6 +368,12 @@ def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[
     importer = open_listed(listed, kind, options)
     notes = (*_notes(listed.left_out), *listed.notes)
     return importer, notes
+
+
+def check_kind(kind: str) -> None:
+    """Raise UsageError if there is no importer of this name."""
+    if kind not in IMPORTERS:
+        raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
 
 
 def open_listed(source: Source, kind: str, options: ImportOptions) -> FileImporter:
