@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 COMPILED = ("shardkit.loader.block_rows",)
-SHARDS = (".tar", ".zst", ".arrow", ".npy", ".parquet", ".jpg", ".jsonl")
+SHARDS = (".tar", ".zst", ".zstd", ".arrow", ".npy", ".npz", ".bin", ".parquet", ".jpg", ".jsonl")
 
 
 def flip(data: bytearray, chance: random.Random) -> None:

@@ -24,6 +24,8 @@ import pytest
 import shardkit
 from shardkit_tools.adopting.adoption import adopt
 from tests.drills import drill_cases, drill_count
+from tests.integration.test_adopt_mds import ZSTD, write_mds
+from tests.unit.test_importer_tokens import write
 
 ROWS = 480
 READER = Path(__file__).with_name("changing_files_reader.py")
@@ -101,7 +103,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
             text.replace('"n": 0,', f'"n": -{number},')
         )
     adopt([lines / "lines"], lines / "root", block_size="8KiB")
-    return [*made, folder, arrays, tables, pictures, lines]
+    documents = base / "adopted-documents"
+    (documents / "tokens").mkdir(parents=True)
+    archives = base / "adopted-archives"
+    (archives / "archives").mkdir(parents=True)
+    for number in range(4):
+        texts = [[list(chance.randbytes(chance.randrange(900)))] for _ in range(ROWS // 4)]
+        write(documents / "tokens", texts, "int32", "megatron", f"part-{number:012d}")
+        np.savez(
+            archives / "archives" / f"part-{number:012d}.npz",
+            x=np.frombuffer(chance.randbytes(ROWS // 4 * 600), np.int16).reshape(-1, 300),
+            y=np.arange(ROWS // 4),
+        )
+    adopt([documents / "tokens"], documents / "root", from_="tokens", block_size="8KiB")
+    adopt([archives / "archives"], archives / "root")
+    frames = base / "adopted-frames"
+    frames.mkdir()
+    write_mds(frames / "mds", (0, 200, ROWS), compressor=ZSTD)
+    adopt([frames / "mds"], frames / "root")
+    return [*made, folder, arrays, tables, pictures, lines, documents, archives, frames]
 
 
 @pytest.mark.drill
