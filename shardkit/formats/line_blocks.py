@@ -1,6 +1,6 @@
 """Decode blocks of adopted JSON lines and CSV (SPEC.md §5, "Encoded blocks").
 
-Builds read values with the same functions: `parse_json`, `csv_reader` and `cell_value`.
+Builds read values with the same functions: `parse_json`, `read_cells` and `cell_value`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import csv
 import io
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -28,6 +28,10 @@ LINES: Final = ("jsonl", "csv")
 
 _MAX_CELL_CHARACTERS: Final = 1 << 30
 _MAX_SETTINGS: Final = 64 << 20
+MISSING: Final = frozenset(["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "nan", "NaN"])
+"""Cells of optional numbers and booleans that mean no value, as pandas, R and databases write them."""
+UNDECODED: Final = "surrogateescape"
+"""Error handler that keeps bytes which are not text, so that only their row is refused."""
 TRUTHS: Final = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 """Cells of booleans."""
 
@@ -39,7 +43,7 @@ class LineSettings(Record, frozen=True, kw_only=True):
         skipped: (block, number of the row in the block) of rows that are left out; empty lines are no rows.
         names: columns of CSV, in the order of the cells.
         delimiter: delimiter of CSV.
-        quote: see `csv_reader`.
+        quote: see `read_cells`.
     """
 
     skipped: tuple[tuple[int, int], ...] = ()
@@ -122,13 +126,15 @@ def _csv_rows(
     data: bytes, settings: LineSettings, schema: Schema, skipped: Collection[int]
 ) -> Iterator[dict[str, object] | None]:
     types = {name: cell_type(kind) for name, kind in schema.items()}
-    text = io.StringIO(data.decode(), newline="")
-    rows = (cells for cells in csv_reader(text, settings.delimiter, settings.quote) if cells)
+    text = io.StringIO(data.decode(errors=UNDECODED), newline="")
+    rows = (cells for cells, _ in read_cells(text, settings.delimiter, settings.quote) if cells)
     for row, cells in enumerate(rows):
         if row in skipped:
             yield None
             continue
         where = f"row {row} of the block"
+        if isinstance(cells, Exception):
+            raise SourceError(f"{where}: {cells}") from cells
         if len(cells) != len(settings.names):
             raise SourceError(f"{where}: {len(cells)} cells, expected {len(settings.names)}")
         named = zip(settings.names, cells, strict=True)
@@ -147,15 +153,33 @@ def _column(kind: FieldType, payloads: Sequence[bytes]) -> Column:
 # ---- CSV
 
 
-def csv_reader(lines: Iterable[str], delimiter: str, quote: str) -> Any:
-    """Return the reader of CSV: strict, with `quote` ``"`` if cells may be enclosed, otherwise without quotes."""
+def read_cells(
+    lines: Iterable[str], delimiter: str, quote: str
+) -> Iterator[tuple[list[str] | csv.Error | UnicodeError, int]]:
+    """Yield the cells of each row of strict CSV, or why it is no row, and the number of lines read so far.
+
+    Args:
+        lines: lines with their ends, decoded with the error handler `UNDECODED`.
+        delimiter: character between cells.
+        quote: ``"`` if cells may be enclosed, otherwise quotes are characters.
+    """
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
-    return csv.reader(
+    reader = csv.reader(
         lines,
         delimiter=delimiter,
         quoting=csv.QUOTE_MINIMAL if quote == '"' else csv.QUOTE_NONE,
         strict=True,
     )
+    found: list[str] | csv.Error | UnicodeError
+    while True:
+        try:
+            found = next(reader)
+            "".join(found).encode()  # fails for bytes that were not decoded
+        except StopIteration:
+            return
+        except (csv.Error, UnicodeEncodeError) as error:  # the reader continues with the next line
+            found = error
+        yield found, reader.line_num
 
 
 def cell_type(kind: FieldType) -> str:
@@ -170,9 +194,9 @@ def cell_value(cell: str, kind: str, name: str, where: str) -> object:
         SourceError: The cell does not have this type.
     """
     if kind.endswith("?"):
-        if not cell:
-            return None
         kind = kind.removesuffix("?")
+        if not cell or (cell in MISSING and _takes_numbers(kind, cell)):
+            return None
     if kind == "str":
         return cell
     if kind == "bytes":
@@ -190,6 +214,12 @@ def cell_value(cell: str, kind: str, name: str, where: str) -> object:
             pass
     shown = repr(cell) if len(cell) <= 40 else repr(cell[:37] + "…")
     raise SourceError(
-        f"{where}: field {name!r} is {shown}, expected {kind}; mend the row, or pass --schema "
-        f"{shell_word(name)}={'str' if cell else f'{kind}?'}"
+        f"{where}: field {name!r} is {shown}, expected {kind}; fix the row, or pass --schema "
+        f"{shell_word(name)}={'str' if cell and cell not in MISSING else f'{kind}?'}"
     )
+
+
+def _takes_numbers(kind: str, cell: str) -> bool:
+    """Return True if a type holds numbers or booleans only, and the cell is none of them."""
+    is_number = "[" not in kind and ("int" in kind or "float" in kind or kind == "bool")
+    return is_number and not ("float" in kind and cell.lower() == "nan")

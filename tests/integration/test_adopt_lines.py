@@ -96,7 +96,7 @@ def test_rows_are_what_json_reads(tmp_path: Path, remote: bool, proxy: FaultProx
     rows = write_json(tmp_path / "lines")
     source = upload(proxy, tmp_path / "lines") if remote else str(tmp_path / "lines")
     result = adopt([source], tmp_path / "root", block_size="2KiB")
-    assert result.notes == ("empty.jsonl: it has no rows and is left out",)
+    assert result.notes == ("files without a byte (1): empty.jsonl",)
     assert rows_of(tmp_path / "root") == [{"late": None} | row for row in rows]
     assert shardkit.open(tmp_path / "root").reader.index(0).blocks > 3
     build(source, tmp_path / "built", shuffle=False)

@@ -271,7 +271,7 @@ def test_what_cannot_be_adopted_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(SourceError, match="the files have no rows"):
         adopt([tmp_path / "none.parquet"], tmp_path / "root")
     result = adopt([path, tmp_path / "none.parquet"], tmp_path / "root", dry_run=True)
-    assert result.notes == ("none.parquet: it has no rows and is left out",)
+    assert result.notes == ("left out what has no rows (1): none.parquet",)
     with pytest.raises(SourceError, match=r"--schema score=float64\?"):
         adopt([path], tmp_path / "root", options=ImportOptions(field_types={"score": "float64"}))
     path.write_bytes(path.read_bytes()[:-20] + os.urandom(20))

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import tempfile
+import unicodedata
 from pathlib import Path
 
 import pyarrow as pa
@@ -206,7 +207,7 @@ def test_links_to_folders_and_dangling_links_are_refused(tmp_path: Path) -> None
         open_source(source)
     os.unlink(tmp_path / "dog")
     os.symlink("nowhere", tmp_path / "cat" / "b.png")
-    with pytest.raises(SourceError, match=r"b\.png: cannot be read"):
+    with pytest.raises(SourceError, match=r"b\.png: a symbolic link to .*does not exist"):
         open_source(source)
 
 
@@ -312,3 +313,43 @@ def test_pictures_cut_short_are_found_where_they_are_decoded(tmp_path: Path, for
     rows = [row for task in importer.tasks() for row in importer.read(task)]
     assert [isinstance(row, SourceFailure) for row in rows] == [True] * len(cuts) + [False]
     assert len(read_all(open_source(source))) == len(files) + 1
+
+
+def test_metadata_joins_names_of_another_unicode_form(tmp_path: Path) -> None:
+    """macOS decomposes the names of files; the JSON that names them is composed."""
+    for name in ("é", "ü", "x"):
+        (tmp_path / f"{unicodedata.normalize('NFD', name)}.png").write_bytes(PNG + name.encode())
+    rows = [{"file_name": f"{name}.png", "text": name} for name in ("é", "ü")]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {row.sample["image"]: row.sample.get("text") for row in read_all(open_source(str(tmp_path)))}
+    assert found == {PNG + name.encode(): None if name == "x" else name for name in ("é", "ü", "x")}
+
+
+def test_metadata_that_names_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(PNG)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "images/1.png", "text": "x"}\n')
+    with pytest.raises(SourceError, match=r"it names images/1\.png, and there is 1\.png"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.h5", "train.tfrecord-00000-of-00002", "b.ZIP", "c.pth", "d.tfrecord.gz"])
+def test_containers_that_are_not_read_are_no_samples_of_bytes(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(SourceError, match="are not read; convert them"):
+        open_source(str(tmp_path))
+    assert len(read_all(open_source(str(tmp_path), "folder"))) == 1
+
+
+def test_links_to_nothing_and_files_without_rights_can_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "1.png").write_bytes(PNG)
+    (tmp_path / "2.png").symlink_to(tmp_path / "gone.png")
+    listed = list_source(str(tmp_path), skip=True)
+    assert ([file.name for file in listed.files], listed.left_out) == (
+        ["1.png"],
+        {"2.png": "what cannot be read"},
+    )
+    listed = list_source(f"{tmp_path}/*.png", skip=True)
+    assert ([file.name for file in listed.files], listed.left_out) == (
+        ["1.png"],
+        {"2.png": "what cannot be read"},
+    )

@@ -2,14 +2,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import re
 from pathlib import Path
 
 import pytest
 import zstandard
 
+import shardkit
 import shardkit_tools.importers.line_ranges as line_ranges
 from shardkit.errors import SchemaError, SourceError, UsageError
+from shardkit.formats.line_blocks import MISSING
+from shardkit_tools import build
+from shardkit_tools.adopting import adopt
 from shardkit_tools.importers import ImportOptions, SourceFailure, open_source, parse_field_types
+from shardkit_tools.importers.source_kinds import find_source
 from tests.importer_conformance import check_importer, read_all
 
 
@@ -207,3 +214,84 @@ def test_files_of_tokens_are_not_taken_for_blobs(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match="look like files of tokens"):
             open_source(str(folder))
     assert list(open_source(str(tmp_path / "train.bin"), "folder").schema) == ["blob"]
+
+
+DIRTY_ROWS = {"undecodable": b"9,\xff\n", "quotes": b'9,"a"b\n', "cells": b"9\n", "words": b"nine,x\n"}
+
+
+@pytest.mark.parametrize("bad", DIRTY_ROWS)
+def test_a_bad_row_of_csv_is_lost_alone(tmp_path: Path, bad: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.csv").write_bytes(b"n,t\n1,x\n" + DIRTY_ROWS[bad] + b"2,y\n")
+    (source / "b.csv").write_bytes(b"n,t\n3,z\n")
+    types = {"n": "int64"}
+    with pytest.raises(SourceError, match=r"a\.csv line 3"):
+        build(source, tmp_path / "refused", options=ImportOptions(field_types=types))
+    skip = ImportOptions(field_types=types, skip_bad_rows=True)
+    built = build(source, tmp_path / "built", options=skip, on_error="skip", shuffle=False)
+    adopted = adopt(source, tmp_path / "adopted", options=skip)
+    assert [row["n"] for row in shardkit.open(tmp_path / "built")] == [1, 2, 3]
+    assert [row["n"] for row in shardkit.open(tmp_path / "adopted")] == [1, 2, 3]
+    assert len(built.skipped) == len(adopted.skipped) == 1
+
+
+@pytest.mark.parametrize("end", [b'9,"x\n', b""], ids=["quote", "gzip"])
+def test_damage_of_a_file_loses_its_rest_and_no_other_file(tmp_path: Path, end: bytes) -> None:
+    rows = b"n,t\n" + b"".join(b"%d,x\n" % n for n in range(50_000))
+    for name, data in {"a": rows + end, "b": b"n,t\n3,z\n"}.items():
+        packed = gzip.compress(data)
+        (tmp_path / f"{name}.csv.gz").write_bytes(packed[:-8] if name == "a" and not end else packed)
+    options = ImportOptions(skip_bad_rows=True)
+    result = build(tmp_path / "*.gz", tmp_path / "root", options=options, on_error="skip", shuffle=False)
+    found = [row["n"] for row in shardkit.open(tmp_path / "root")]
+    assert (found[:-1], found[-1]) == (list(range(len(found) - 1)), 3)
+    assert len(found) > 40_000
+    assert len(result.skipped) == 1
+    assert "a.csv.gz" in result.skipped[0].message
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind", "values"),
+    [
+        (["1.5", "nan", "-inf"], "float64", [1.5, math.nan, -math.inf]),
+        (["1", "nan"], "float64", [1.0, math.nan]),
+        (["9007199254740993", "1.5"], "str", ["9007199254740993", "1.5"]),  # float64 would change it
+        (["nan", "inf"], "str", ["nan", "inf"]),
+        (["1", "NA"], "str", ["1", "NA"]),
+        (["true", "NULL"], "str", ["true", "NULL"]),
+    ],
+)
+def test_cells_that_are_not_finite_or_missing(
+    tmp_path: Path, cells: list[str], kind: str, values: list[object]
+) -> None:
+    (tmp_path / "a.csv").write_text("x\n" + "".join(f"{cell}\n" for cell in cells))
+    source = open_source(str(tmp_path / "a.csv"))
+    assert str(source.schema["x"]) == kind
+    found = [row.sample["x"] for row in read_all(source)]
+    assert [str(value) for value in found] == [str(value) for value in values]
+    if cells[1] in MISSING and kind == "str" and cells[0] != "nan":
+        (note,) = find_source(str(tmp_path), None, ImportOptions())[1]
+        (wanted,) = re.findall(r"--schema x=(\S+\?)", note)
+        typed = open_source(str(tmp_path / "a.csv"), options=ImportOptions(field_types={"x": wanted}))
+        assert read_all(typed)[1].sample["x"] is None
+
+
+def test_the_line_of_excel_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("sep=;\nx;y\n1;2\n")
+    with pytest.raises(SourceError, match="line 1: 'sep=' is a setting of Excel"):
+        open_source(str(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.ndjson.gz"])
+def test_an_array_is_read_whatever_its_extension(tmp_path: Path, name: str) -> None:
+    data = b'[\n {"n": 1},\n {"n": 2}\n]\n'
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    source = open_source(str(tmp_path))
+    assert [row.sample["n"] for row in read_all(source)] == [1, 2]
+
+
+def test_an_object_over_several_lines_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{\n  "data": [{"n": 1}]\n}\n')
+    with pytest.raises(SourceError, match=r"continues on the next line; .*jq -c"):
+        open_source(str(tmp_path / "a.json"))

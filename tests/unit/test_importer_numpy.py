@@ -13,7 +13,7 @@ import shardkit_tools.importers.numpy_arrays as numpy_arrays
 from shardkit.errors import SchemaError, SourceError, UsageError
 from shardkit_tools.importers import open_source
 from shardkit_tools.importers.protocol import ImportOptions
-from shardkit_tools.importers.source_files import find_source
+from shardkit_tools.importers.source_kinds import find_source
 from tests.importer_conformance import check_importer, read_all
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, SourceSample, open_source
-from shardkit_tools.importers.source_files import find_source
+from shardkit_tools.importers.source_kinds import find_source
 from shardkit_tools.importers.tar_members import read_members
 from tests.importer_conformance import check_importer, read_all
 
@@ -320,3 +320,26 @@ def test_equal_keys_in_several_tars(tars: list[list[str]]) -> None:
             rows = read_all(open_source(text, options=ImportOptions(keys=how)))
             assert [row.sample["text"] for row in rows] == [f"{number}{key}" for number, key in places]
             assert [row.key for row in rows] == expected
+
+
+@pytest.mark.parametrize(("member", "kind"), [("label", "int64"), ("mask", "bytes"), ("text", "str")])
+def test_a_field_that_begins_late_is_taken_as_the_message_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str, kind: str
+) -> None:
+    monkeypatch.setattr("shardkit_tools.importers.webdataset._SCAN_SAMPLES", 2)
+    late = {"label": "cls", "mask": "mask.png", "text": "txt"}[member]
+    path = write_tar(tmp_path / "a.tar", {**{f"{n}.jpg": b"A" for n in range(4)}, f"3.{late}": b"1"})
+    with pytest.raises(SourceError, match=rf"--schema {member}={kind}\?"):
+        read_all(open_source(path))
+    rows = read_all(open_source(path, options=ImportOptions(field_types={member: f"{kind}?"})))
+    assert [member in row.sample for row in rows] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("extension", ["pkl", "emb.pth", "npz", "msgpack"])
+def test_members_that_are_not_read_can_be_left_out(tmp_path: Path, extension: str) -> None:
+    path = write_tar(tmp_path / "a.tar", {"1.jpg": b"A", f"1.{extension}": b"?"})
+    with pytest.raises(SourceError, match="--drop") as refused:
+        open_source(path)
+    name = str(refused.value).rpartition("--drop ")[2]
+    (row,) = read_all(open_source(path, options=ImportOptions(drop=(name,))))
+    assert row.sample == {"image": b"A"}

@@ -16,7 +16,7 @@ READ = """
 import re, sys
 from pathlib import Path
 from shardkit_tools.importers import ImportOptions
-from shardkit_tools.importers.source_files import find_source
+from shardkit_tools.importers.source_kinds import find_source
 def peak():
     # not ru_maxrss, which begins with that of the process that started this one
     return int(re.search("VmHWM: *\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10

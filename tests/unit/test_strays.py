@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +17,8 @@ import pytest
 import shardkit
 from shardkit.errors import SourceError
 from shardkit_tools import build
+from shardkit_tools.adopting import adopt
+from shardkit_tools.importers import ImportOptions
 from tests.command_line import call
 
 JPEG = b"\xff\xd8\xff"
@@ -102,3 +107,122 @@ def test_of_mixed_kinds_most_stay_and_a_tie_is_refused(tmp_path: Path) -> None:
     (even / "b.csv").write_text("a\n1\n")
     code, told = call("build", even, tmp_path / "tie", "--on-error", "skip")
     assert (code, "several kinds" in told) == (1, True), told
+
+
+DEBRIS = [
+    "_SUCCESS",
+    "_metadata",
+    "_common_metadata",
+    "_started_17",
+    "Thumbs.db",
+    "__MACOSX/._x",
+    "lost+found/",
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("call_it", [build, adopt])
+def test_debris_of_other_programs_is_left_out_and_named(
+    tmp_path: Path, make: Callable[[Path], None], call_it: Callable[..., Any]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    make(source)
+    if make is documents and call_it is adopt:
+        return  # arrays of JSON are not adopted
+    clean = call_it(source, tmp_path / "clean").manifest
+    for name in DEBRIS:
+        path = source / name
+        (path if name.endswith("/") else path.parent).mkdir(exist_ok=True)
+        if not name.endswith("/"):
+            path.write_bytes(b"debris")
+    found = call_it(source, tmp_path / "found")
+    assert found.manifest.id == clean.id
+    (note,) = [note for note in found.notes if "what other programs write next to samples (" in note]
+    assert all(name.partition("/")[0] in note for name in sorted(DEBRIS)[:5])
+
+
+def test_a_class_with_nothing_but_debris_is_empty(tmp_path: Path) -> None:
+    pictures(tmp_path)
+    (tmp_path / "fox").mkdir()
+    (tmp_path / "fox" / "Thumbs.db").write_bytes(b"debris")
+    with pytest.raises(SourceError, match="fox: an empty folder"):
+        build(tmp_path, tmp_path / "root")
+
+
+@pytest.mark.parametrize(
+    ("log", "table"),
+    [
+        ("_delta_log/0.json", "Delta Lake"),
+        (".hoodie/hoodie.properties", "Hudi"),
+        ("metadata/v1.metadata.json", "Iceberg"),
+        ("x.lance/_versions/1.manifest", "Lance"),
+    ],
+)
+def test_tables_whose_files_are_not_all_current_are_refused(tmp_path: Path, log: str, table: str) -> None:
+    source = tmp_path / "source"
+    (source / log).parent.mkdir(parents=True)
+    (source / log).write_text("{}")
+    tables(source)
+    for command in ("build", "adopt"):
+        code, told = call(command, source, tmp_path / "root", "--on-error", "skip")
+        assert (code, f"a {table} table" in told) == (1, True), told
+    assert build(source / "*.parquet", tmp_path / "root").rows == 3
+
+
+# ---- Files that cannot be opened, among good ones
+
+
+def _arrow(path: Path) -> None:
+    table = pa.table({"n": [1, 2]})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def _png(path: Path) -> None:
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + path.name.encode())
+
+
+GOOD: dict[str, Callable[[Path], object]] = {
+    "parquet": lambda path: pa.parquet.write_table(pa.table({"n": [1, 2]}), path),
+    "arrow": _arrow,
+    "csv": lambda path: path.write_text("n\n1\n2\n"),
+    "jsonl": lambda path: path.write_text('{"n": 1}\n{"n": 2}\n'),
+    "jsonl.gz": lambda path: path.write_bytes(gzip.compress(b'{"n": 1}\n')),
+    "csv.gz": lambda path: path.write_bytes(gzip.compress(b"n\n1\n")),
+    "npy": lambda path: np.save(path, np.arange(4)),
+    "npz": lambda path: np.savez(path, n=np.arange(4)),
+    "bin": lambda path: path.write_bytes(bytes(8)),
+    "png": _png,
+}
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+TOKENS = ImportOptions(dtype="uint16", row=4)
+
+
+@pytest.mark.parametrize("suffix", GOOD)
+@pytest.mark.parametrize("bad", ["0", "2"])  # before and after the good file
+@pytest.mark.parametrize("data", [b"\0" * 64, POINTER], ids=["zeros", "pointer"])
+@pytest.mark.parametrize("call_it", [build, adopt])
+def test_a_file_that_cannot_be_opened_is_named_or_left_out(
+    tmp_path: Path, suffix: str, bad: str, data: bytes, call_it: Callable[..., Any]
+) -> None:
+    if call_it is adopt and suffix not in ("parquet", "arrow", "csv", "jsonl", "npy", "bin", "png"):
+        return  # not adopted
+    if data != POINTER and suffix in ("csv", "bin"):
+        return  # a header, and tokens
+    source = tmp_path / "source"
+    source.mkdir()
+    GOOD[suffix](source / f"1.{suffix}")
+    options = TOKENS if suffix == "bin" else ImportOptions()
+    clean = call_it(source, tmp_path / "clean", options=options).rows
+    (source / f"{bad}.{suffix}").write_bytes(data)
+    packed = suffix.endswith("gz")
+    why = "git lfs pull" if data == POINTER else "cannot be decompressed" if packed else f"{bad}.{suffix}"
+    with pytest.raises(SourceError, match=why):
+        call_it(source, tmp_path / "refused", options=options)
+    skipping = replace(options, skip_bad_rows=True)
+    more = {"on_error": "skip"} if call_it is build else {}
+    found = call_it(source, tmp_path / "skipped", options=skipping, **more)
+    assert found.rows == clean
+    told = [*found.notes, *map(str, found.skipped)]
+    assert any(f"{bad}.{suffix}" in one for one in told), "what was lost is named"

@@ -22,7 +22,7 @@ from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.console import count_text
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
 from shardkit_tools.importers.remote_files import pinned_url, stat_file
-from shardkit_tools.importers.source_files import is_url, list_source
+from shardkit_tools.importers.source_files import is_url, list_source, name_files
 
 BUILD_INSTEAD = "read it into shards of its own instead: shardkit build"
 """Advice for a file that cannot be adopted."""
@@ -156,8 +156,9 @@ class FilledFiles(NumberedRows):
     @property
     def notes(self) -> tuple[str, ...]:
         parts = zip(self.parts, self.rows, strict=True)
-        empty = [f"{files[0].name}: it has no rows and is left out" for files, rows in parts if not rows]
-        return (*self.importer.source.notes, *empty)
+        empty = [files[0].name for files, rows in parts if files[0].size and not rows]
+        notes = tuple(self.importer.source.notes)
+        return (*notes, name_files("left out what has no rows", empty)) if empty else notes
 
     def tasks(self) -> list[AdoptTask]:
         return numbered_tasks(self.parts, self.rows)

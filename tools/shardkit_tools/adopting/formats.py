@@ -25,13 +25,14 @@ from shardkit_tools.adopting.mds_shards import MdsFolder
 from shardkit_tools.adopting.parquet_files import ParquetFiles
 from shardkit_tools.adopting.tar_scan import TarScan
 from shardkit_tools.importers.csv import CsvImporter
-from shardkit_tools.importers.folder import FolderImporter, TextImporter
+from shardkit_tools.importers.folder import FolderImporter, TextImporter, split_notes
 from shardkit_tools.importers.json_lines import JsonLinesImporter
 from shardkit_tools.importers.mds import MdsImporter
 from shardkit_tools.importers.numpy_archives import ArchiveImporter
 from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
-from shardkit_tools.importers.source_files import check_kind, detect, file_suffix, open_listed
+from shardkit_tools.importers.source_files import file_suffix
+from shardkit_tools.importers.source_kinds import check_kind, detect, open_listed, stray_notes, without_strays
 from shardkit_tools.importers.tables import ArrowImporter, ParquetImporter, SavedDataset
 from shardkit_tools.importers.token_documents import TokenDocuments
 from shardkit_tools.importers.tokens import TokensImporter
@@ -88,18 +89,18 @@ class Tars:
 
     shard_format: ClassVar[str] = "tar"
     classes: ClassVar[tuple[str, ...]] = ()
-    notes: ClassVar[tuple[str, ...]] = ()
     has_strata: ClassVar[bool] = True
     key_note: ClassVar[str] = (
         "keys are unique inside a tar only, and JSON and media stay byte for byte as they are"
     )
     schema: Schema
     files: tuple[SourceFile, ...]
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, importer: WebDatasetImporter) -> Self:
         """Return the tars of an importer."""
-        return cls(importer.schema, importer.source.files)
+        return cls(importer.schema, importer.source.files, tuple(importer.source.notes))
 
     def tasks(self) -> list[AdoptTask]:
         return [AdoptTask(number, (file,)) for number, file in enumerate(self.files)]
@@ -135,6 +136,8 @@ def open_files(source: Source, kind: str | None, options: ImportOptions) -> Adop
         UsageError: `kind` is unknown, or the options do not go with it.
         SourceError: A file is not of this format, or cannot be read where it is.
     """
+    source = without_strays(source, kind, options)
+    source.notes[:0] = stray_notes(source)
     if kind is None:
         suffixes = {file_suffix(file.name) for file in source.files}
         kind = "tokens" if options.dtype or options.row or suffixes == {"bin"} else detect(source)
@@ -147,4 +150,6 @@ def open_files(source: Source, kind: str | None, options: ImportOptions) -> Adop
         refuse_packed(file)
     # arrays are parts of one, and the first keys of many tars need not be compared
     importer = open_listed(source, kind, replace(options, arrays="rows", keys="source"))
+    if kind not in ("folder", "text"):
+        source.notes.extend(split_notes(file.name for file in importer.source.files))
     return _ADOPTED[type(importer)](importer)

@@ -12,7 +12,7 @@ import msgspec
 
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats.foreign_blocks import memory_of
-from shardkit.formats.line_blocks import LineSettings, csv_reader, encoded_columns
+from shardkit.formats.line_blocks import UNDECODED, LineSettings, encoded_columns, read_cells
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
@@ -31,7 +31,7 @@ from shardkit_tools.importers.csv import CsvImporter, delimiter_of, numbered_cel
 from shardkit_tools.importers.json_lines import JsonLinesImporter
 from shardkit_tools.importers.line_ranges import whole_lines
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample
-from shardkit_tools.importers.source_files import open_file
+from shardkit_tools.importers.source_files import open_each, open_file
 
 _UTF8 = "utf-8-sig"
 
@@ -55,8 +55,10 @@ class LineFiles(FilledFiles):
                 raise SourceError(f"{file.path}: one JSON array, not a file of lines; {BUILD_INSTEAD}")
             if isinstance(importer, CsvImporter) and importer.encoding != _UTF8:
                 raise SourceError(f"{file.path}: its text is {importer.encoding}, not UTF-8; {BUILD_INSTEAD}")
-        is_one = len(files) == 1  # which begins with row 0, whatever its number of rows
-        return cls(importer, (1,) if is_one else tuple(_count(importer, file) for file in files))
+        if len(files) == 1:  # which begins with row 0, whatever its number of rows
+            return cls(importer, (1,))
+        source, counts = open_each(importer.source, importer.options, lambda file: _count(importer, file))
+        return cls(replace(importer, source=source), tuple(counts))
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read a file from start to end; memory holds one block, and its rows while they are checked."""
@@ -87,8 +89,8 @@ class _HeldLines:
         """Yield the lines as text; a lone carriage return ends a line, as in a build."""
         for line in self:
             self._held.pop()
-            for text in io.StringIO(line.decode("utf-8"), newline=""):
-                self._held.append(text.encode())
+            for text in io.StringIO(line.decode(errors=UNDECODED), newline=""):
+                self._held.append(text.encode(errors=UNDECODED))
                 yield text
 
     def take(self) -> bytes:
@@ -173,7 +175,7 @@ class _LineScan:
             stream.seek(0)
         delimiter = delimiter_of(file, importer.encoding)
         self._settings = LineSettings(names=importer.names, delimiter=delimiter, quote=importer.quote)
-        cells = numbered_cells(csv_reader(held.texts(), delimiter, importer.quote), file)
+        cells = numbered_cells(read_cells(held.texts(), delimiter, importer.quote), file)
         next(cells, None)
         blocks.add_head(held.take())
         yield from importer.rows_of(file, (row for row in cells if row[1]))
@@ -214,7 +216,7 @@ def _count(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> int:
             return sum(bool(held.take().strip()) for _ in held)
         delimiter = delimiter_of(file, importer.encoding)
         count = -1  # the header
-        for _, cells in numbered_cells(csv_reader(held.texts(), delimiter, importer.quote), file):
+        for _, cells in numbered_cells(read_cells(held.texts(), delimiter, importer.quote), file):
             held.take()
             count += bool(cells)
         return max(0, count)

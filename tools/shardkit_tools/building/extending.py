@@ -39,7 +39,7 @@ from shardkit_tools.importers.protocol import (
     decode,
     ignore_file,
 )
-from shardkit_tools.importers.source_files import find_source
+from shardkit_tools.importers.source_kinds import find_source
 from shardkit_tools.transforms.applied import AppliedFunction
 from shardkit_tools.transforms.transformed import types_of
 

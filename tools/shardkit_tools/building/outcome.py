@@ -27,7 +27,7 @@ from shardkit_tools.building.engines import Engine
 from shardkit_tools.console import bytes_text
 from shardkit_tools.importers import Importer, ImportOptions
 from shardkit_tools.importers.protocol import DecodedRows, SourceTask, decode, ignore_file
-from shardkit_tools.importers.source_files import find_source
+from shardkit_tools.importers.source_kinds import find_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
 _INTERVAL_S = 0.1
@@ -195,7 +195,7 @@ class ProgressMeter:
 
 @dataclass(frozen=True, slots=True)
 class SkippedRow:
-    """A row left out with ``on_error="skip"``; row -1 stands for the rest of a task."""
+    """A row left out with ``on_error="skip"``; row -1 stands for the rest of a file or task."""
 
     source_name: str
     source_row: int

@@ -164,7 +164,7 @@ def digest_file(file: SourceFile, stopped: threading.Event | None = None) -> Sou
     digest = hashlib.sha256()
     size = 0
     buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, file.size))))
-    with open_file(file) as stream:
+    with open_file(file, for_digest=True) as stream:
         while length := stream.readinto(buffer):  # type: ignore[attr-defined]  # BinaryIO does not say so
             if stopped is not None and stopped.is_set():
                 raise SourceError(

@@ -13,7 +13,7 @@ from shardkit_tools.build_report import print_strata, progress_text
 from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers.protocol import ImportOptions, parse_field_types
-from shardkit_tools.importers.source_files import IMPORTERS
+from shardkit_tools.importers.source_kinds import IMPORTERS
 from shardkit_tools.options import argument, option
 from shardkit_tools.versions import moved_document, moved_facts
 

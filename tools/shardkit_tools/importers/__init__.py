@@ -15,7 +15,7 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
     parse_field_types,
 )
-from shardkit_tools.importers.source_files import IMPORTERS, detect, open_source
+from shardkit_tools.importers.source_kinds import IMPORTERS, detect, open_source
 
 __all__ = [
     "IMPORTERS",

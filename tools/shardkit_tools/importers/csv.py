@@ -2,9 +2,9 @@
 
 The delimiter is the comma if the header has one, otherwise the most frequent of semicolon, tab and bar.
 
-A column of integers is int64, one of numbers float64, one of true and false bool, any other str. Integers
-with leading zeros stay text, because they are codes, which a number would change. An empty cell is an empty
-text; in a column of numbers or booleans it means no value, and the column is optional.
+A column of integers is int64, one of numbers, with ``nan`` and ``inf`` among them, float64, one of true and false
+bool, any other str. Integers with leading zeros stay text, because they are codes, which a number would change. An
+empty cell is an empty text; in a column of numbers or booleans it means no value, and the column is optional.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ import io
 import itertools
 import re
 from collections.abc import Collection, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO, ClassVar, cast
+from typing import BinaryIO, ClassVar, TypeAlias, cast
 
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats.line_blocks import TRUTHS, cell_type, cell_value, csv_reader
+from shardkit.extras import shell_word
+from shardkit.formats.line_blocks import (
+    MISSING,
+    TRUTHS,
+    UNDECODED,
+    cell_type,
+    cell_value,
+    read_cells,
+)
 from shardkit_tools.importers.line_ranges import (
     cut_lines,
     holds_plain_rows,
@@ -38,15 +46,19 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    rest_as_failure,
 )
-from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
+from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_each, open_plain
 
 _SCAN_ROWS = 100_000
 _HEADER_BYTES = 1 << 16
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})\Z")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
+_NOT_FINITE = re.compile(r"nan|NaN|[+-]?(?:inf|Inf|Infinity|infinity)\Z")
 _INT64 = range(-(2**63), 2**63)
+_EXACT = 2**53  # float64 holds every integer up to this
 _UTF8 = "utf-8-sig"
+_NumberedCells: TypeAlias = tuple[int, list[str] | SourceError]
 _INDEX = "index"  # name of a first column that the header does not name
 
 
@@ -63,23 +75,19 @@ class CsvImporter(FileImporter):
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
         """Yield the rows; a row that does not fit is a failure of that row only."""
+        first = max(0, task.first_row - 1)  # the header is not a row
         for file in task.files:
-            first = max(0, task.first_row - 1)  # the header is not a row
-            yield from self.rows_of(
-                file, _rows(file, self.encoding, self.quote, task.start, task.stop, first), first
-            )
+            rows = _rows(file, self.encoding, self.quote, task.start, task.stop, first)
+            yield from rest_as_failure(file, self.rows_of(file, rows, first))
 
-    def rows_of(
-        self, file: SourceFile, rows: Iterable[tuple[int, list[str]]], first: int = 0
-    ) -> SampleStream:
+    def rows_of(self, file: SourceFile, rows: Iterable[_NumberedCells], first: int = 0) -> SampleStream:
         """Yield a sample or a failure for each (number of its line, cells); `first` rows of the file are before."""
         types = {name: cell_type(kind) for name, kind in self.fields.items()}  # without excluded columns
         value_of = _value_or_cell if self.options.unchecked else cell_value
         for row, (line, cells) in enumerate(rows, first):
             where = f"{file.path} line {line}"
             try:
-                _check_row(cells, self.names, where, self.quote)
-                named = zip(self.names, cells, strict=True)
+                named = zip(self.names, _checked(cells, self.names, where, self.quote), strict=True)
                 sample = {n: value_of(cell, types[n], n, where) for n, cell in named if n in types}
             except SourceError as error:
                 yield SourceFailure(file.name, row, error)
@@ -94,11 +102,11 @@ class CsvImporter(FileImporter):
 def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     """Read the headers and first rows of tables."""
     check_suffixes(source, ("csv", "tsv"), "a CSV file")
-    encoding = _encoding(source.files[0], options)
+    encoding = _encoding(source, options)
     quote = options.quote or ("maybe" if file_suffix(source.files[0].name) == "tsv" else '"')
-    first = _header(source.files[0], encoding, quote)
-    for file in source.files[1:]:
-        header = _header(file, encoding, quote)
+    source, headers = open_each(source, options, lambda file: _header(file, encoding, quote))
+    first = headers[0]
+    for file, header in zip(source.files, headers, strict=True):
         if header != first:
             raise SourceError(
                 f"{file.path}: its header ({', '.join(header)[:80]}) is not that of {source.files[0].name} "
@@ -125,7 +133,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     )
 
 
-def _encoding(file: SourceFile, options: ImportOptions) -> str:
+def _encoding(source: Source, options: ImportOptions) -> str:
     if options.encoding:
         try:
             "a".encode(options.encoding)  # fails for encodings that are not of text, such as hex and zip
@@ -134,45 +142,82 @@ def _encoding(file: SourceFile, options: ImportOptions) -> str:
             raise UsageError(
                 f"--encoding {options.encoding!r}: no such encoding; expected one such as latin-1, cp1252 or shift_jis"
             ) from None
-    with open_plain(file) as stream:
-        is_wide = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return "utf-16" if is_wide else _UTF8
+    for file in source.files:
+        with suppress(SourceError), open_plain(file) as stream:  # reported when the headers are read
+            is_wide = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            return "utf-16" if is_wide else _UTF8
+    return _UTF8
 
 
 def _infer(
     source: Source, names: list[str], encoding: str, quote: str, options: ImportOptions
 ) -> dict[str, str]:
-    kinds: dict[str, set[str]] = {name: set() for name in names}
-    rows = ((file, line, cells) for file in source.files for line, cells in _rows(file, encoding, quote))
+    kinds: dict[str, dict[str, str]] = {name: {} for name in names}  # column → kind → where it is first
+    rows = ((file, one) for file in source.files for one in _inferred(file, encoding, quote, options))
     seen = 0
-    for file, line, cells in itertools.islice(rows, rows_to_infer(source.files, _SCAN_ROWS)):
+    for file, (line, found) in itertools.islice(rows, rows_to_infer(source.files, _SCAN_ROWS)):
+        where = f"{file.path} line {line}"
         try:
-            _check_row(cells, kinds, f"{file.path} line {line}", quote)
+            cells = _checked(found, names, where, quote)
         except SourceError:
             if not options.skip_bad_rows:
                 raise
             continue
         seen += 1
         for name, cell in zip(names, cells, strict=True):
-            kinds[name].add(_kind(cell))
+            kind = _kind(cell)
+            if kind not in kinds[name]:
+                kinds[name][kind] = f"{cell!r} in {where}"
     if not seen:
         raise SourceError(f"{source.given}: a header and no rows; give a table with samples in it")
-    return {name: options.field_types.get(name) or _common(found) for name, found in kinds.items()}
+    types = {name: options.field_types.get(name) or _common(found) for name, found in kinds.items()}
+    for name, found_kinds in kinds.items():
+        number = _common(found_kinds.keys() - {"missing"}).rstrip("?")
+        if name not in options.field_types and "missing" in found_kinds and number != "str":
+            source.notes.append(
+                f"{name} is text because of {found_kinds['missing']}; --schema {shell_word(name)}={number}? takes such "
+                "cells as missing values"
+            )
+    return types
+
+
+def _inferred(
+    file: SourceFile, encoding: str, quote: str, options: ImportOptions
+) -> Iterator[_NumberedCells]:
+    """Yield the rows of a file for inference; with `skip_bad_rows`, those before its damage."""
+    try:
+        yield from _rows(file, encoding, quote)
+    except SourceError:
+        if not options.skip_bad_rows:
+            raise
 
 
 def _kind(cell: str) -> str:
+    """Return the type of a cell, "" for an empty one, or "inexact" (int64 only), "not finite" or "missing"."""
     if not cell:
         return ""
     if _INTEGER.match(cell):
-        return "int64" if int(cell) in _INT64 else "str"
+        number = int(cell)
+        if abs(number) <= _EXACT:
+            return "int64"
+        return "str" if number not in _INT64 else "int64" if int(float(number)) == number else "inexact"
     if _NUMBER.match(cell):
         return "float64"
-    return "bool" if cell in TRUTHS else "str"
+    if _NOT_FINITE.match(cell):
+        return "not finite"
+    return "bool" if cell in TRUTHS else "missing" if cell in MISSING else "str"
 
 
-def _common(kinds: set[str]) -> str:
-    some = kinds - {""}
-    kind = next(iter(some)) if len(some) == 1 else "float64" if some == {"int64", "float64"} else "str"
+def _common(kinds: Collection[str]) -> str:
+    """Return the type of a column whose cells are of these kinds."""
+    some = set(kinds) - {""}
+    kind = "str"
+    if some == {"bool"}:
+        kind = "bool"
+    elif some and some <= {"int64", "inexact"}:
+        kind = "int64"
+    elif some & {"int64", "float64"} and some <= {"int64", "float64", "not finite"}:
+        kind = "float64"
     return kind if kind == "str" or "" not in kinds else f"{kind}?"
 
 
@@ -184,10 +229,14 @@ def _value_or_cell(cell: str, kind: str, name: str, where: str) -> object:
         return cell or None
 
 
-def _check_row(cells: list[str], names: Collection[str], where: str, quote: str) -> None:
+def _checked(cells: list[str] | SourceError, names: Collection[str], where: str, quote: str) -> list[str]:
+    """Return the cells of a row that has one for each column."""
+    if isinstance(cells, SourceError):
+        raise cells
     if len(cells) != len(names):
-        raise SourceError(f"{where}: {len(cells)} cells, but the header has {len(names)}; mend the row")
+        raise SourceError(f"{where}: {len(cells)} cells, but the header has {len(names)}; fix the row")
     _check_quotes(cells, where, quote)
+    return cells
 
 
 def _check_quotes(cells: list[str], where: str, quote: str) -> None:
@@ -200,8 +249,14 @@ def _check_quotes(cells: list[str], where: str, quote: str) -> None:
 
 
 def _header(file: SourceFile, encoding: str, quote: str) -> list[str]:
+    if not file.size:
+        raise SourceError(f"{file.path}: an empty file; write it again, or leave it out: --on-error skip")
     with open_plain(file) as stream, closing(_cells(stream, file, encoding, quote)) as cells:
-        _, header = next(cells, (1, []))
+        _, header = next(cells, (1, list[str]()))
+    if isinstance(header, SourceError):
+        raise header
+    if "".join(header).startswith("sep="):
+        raise SourceError(f"{file.path} line 1: 'sep=' is a setting of Excel, not a header; delete the line")
     _check_quotes(header, f"{file.path} line 1", quote)
     if len(header) > 1 and not header[0]:
         header[0] = _INDEX  # as pandas writes an index without a name
@@ -227,7 +282,7 @@ def delimiter_of(file: SourceFile, encoding: str) -> str:
 
 def _rows(
     file: SourceFile, encoding: str, quote: str, start: int = 0, stop: int | None = None, first: int = 0
-) -> Iterator[tuple[int, list[str]]]:
+) -> Iterator[_NumberedCells]:
     """Yield (number of the first line, cells) of the rows below the header, without empty lines.
 
     Of a range, yield its rows, where `first` rows of the file are before it.
@@ -250,39 +305,57 @@ def _rows(
 
 def _cells(
     stream: BinaryIO, file: SourceFile, encoding: str, quote: str, *, line: int = 0
-) -> Generator[tuple[int, list[str]]]:
+) -> Generator[_NumberedCells]:
     """Yield (number of the first line, cells) of every row of a file, or of a range after `line` lines."""
-    text = io.TextIOWrapper(stream, encoding=encoding, newline="")
+    text = io.TextIOWrapper(stream, encoding=encoding, newline="", errors=UNDECODED)
     try:
-        yield from numbered_cells(
-            csv_reader(text, delimiter_of(file, encoding), quote), file, encoding, line=line
-        )
+        rows = read_cells(text, delimiter_of(file, encoding), quote)
+        yield from numbered_cells(rows, file, encoding, line=line)
     finally:
         text.detach()  # the caller closes the stream
 
 
 def numbered_cells(
-    reader: Any, file: SourceFile, encoding: str = _UTF8, *, line: int = 0
-) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the first line, cells) of the rows of a reader that begins after `line` lines.
+    rows: Iterator[tuple[list[str] | csv.Error | UnicodeError, int]],
+    file: SourceFile,
+    encoding: str = _UTF8,
+    *,
+    line: int = 0,
+) -> Iterator[_NumberedCells]:
+    """Yield (number of the first line, cells or an error) of rows of `read_cells` that begin after `line` lines.
 
     Raises:
-        SourceError: The text is not of this encoding, or not CSV.
+        SourceError: The rest of the text is not of this encoding.
     """
     start = line + 1
     try:
-        for cells in reader:
-            yield start, cells
-            start = line + reader.line_num + 1
+        for found, lines in rows:
+            where = f"{file.path} line {start}"
+            if isinstance(found, UnicodeError):
+                yield start, _undecoded(where, encoding, found)
+            elif isinstance(found, csv.Error):
+                yield start, _no_row(where, found)
+            else:
+                yield start, found
+            start = line + lines + 1
     except UnicodeError as error:
-        where = f"{file.path} near line {line + reader.line_num + 1}"
-        if encoding in (_UTF8, "utf-8"):
-            raise SourceError(
-                f"{where}: not UTF-8; convert the file, or name its encoding, such as --encoding latin-1"
-            ) from error
-        raise SourceError(f"{where}: not {encoding} ({error}); name another --encoding") from error
-    except csv.Error as error:
-        raise SourceError(
-            f"{file.path} line {start}: not CSV ({error}); mend the line, or pass --quote none if "
+        raise _undecoded(f"{file.path} near line {start}", encoding, error) from error
+
+
+def _undecoded(where: str, encoding: str, error: UnicodeError) -> SourceError:
+    if encoding in (_UTF8, "utf-8"):
+        return SourceError(
+            f"{where}: not UTF-8; convert the file, or build it with its encoding, such as --encoding latin-1"
+        )
+    return SourceError(f"{where}: not {encoding} ({error}); name another --encoding")
+
+
+def _no_row(where: str, error: csv.Error) -> SourceError:
+    if "unexpected end" in str(error):
+        return SourceError(
+            f"{where}: a quote that is never closed encloses the rest of the file; close it, or pass --quote none if "
             "quotes are plain characters"
-        ) from error
+        )
+    return SourceError(
+        f"{where}: not CSV ({error}); fix the line, or pass --quote none if quotes are plain characters"
+    )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from unicodedata import normalize
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.csv import open_csv
@@ -21,7 +22,8 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     row_name,
 )
-from shardkit_tools.importers.source_files import file_suffix, is_metadata
+from shardkit_tools.importers.source_files import file_suffix
+from shardkit_tools.importers.source_kinds import is_metadata
 from shardkit_tools.importers.tables import open_parquet
 
 _NAME = "file_name"
@@ -51,6 +53,52 @@ class FileMetadata:
             SourceError: A row cannot be read, names no file, or names the file of another row.
         """
         return _rows(self)
+
+    def join(
+        self, names: Collection[str], others: Collection[str], notes: list[str]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Join the rows to files.
+
+        Args:
+            names: names of the files.
+            others: fields of the files that are not metadata.
+            notes: gets remarks on files and rows without a partner.
+
+        Returns:
+            The types of the fields, optional if a file has no row; and file → its name in the metadata, if they
+            differ in their Unicode form: macOS decomposes letters with accents, most texts compose them.
+
+        Raises:
+            SourceError: No row describes a file, or a field has the name of the classes.
+        """
+        if "label" in others and "label" in self.types:
+            raise SourceError(
+                f"{self.files[0].path}: its field 'label' has the name of the classes; pass --no-classes to take it"
+            )
+        rows = self.rows()
+        unknown = {normalize("NFC", name): name for name in sorted(rows.keys() - names)}
+        lacking = sorted(set(names) - rows.keys())
+        row_names = {
+            name: unknown.pop(form) for name in lacking if (form := normalize("NFC", name)) in unknown
+        }
+        lacking = [name for name in lacking if name not in row_names]
+        if rows and len(lacking) == len(names):
+            raise SourceError(
+                f"{self.files[0].path}: no row names a file of the source: it names {min(rows)}, and there is "
+                f"{lacking[0]}; a file_name is relative to the folder of the metadata"
+            )
+        found = f"{', '.join(self.types)} are from {self.files[0].name}, joined by file_name"
+        notes.append(f"{found}; {len(lacking):,} files have no row ({lacking[0]})" if lacking else found)
+        if unknown:
+            notes.append(
+                f"{len(unknown):,} rows of metadata name files that are not there ({min(unknown.values())})"
+            )
+        optional = "?" * bool(lacking)
+        types = {
+            name: kind.removesuffix("?") + ("?" if kind.endswith("?") else optional)
+            for name, kind in self.types.items()
+        }
+        return types, row_names
 
 
 def open_metadata(source: Source, options: ImportOptions, others: Sequence[str]) -> FileMetadata | None:

@@ -12,8 +12,8 @@ import itertools
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from shardkit.errors import FormatError, SourceError
@@ -33,25 +33,28 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
 )
 from shardkit_tools.importers.source_files import (
-    SIDECARS,
-    SPLIT_NAMES,
     file_stem,
     file_suffix,
     group_files,
     is_compressed,
-    is_metadata,
-    media_of,
     open_plain,
     read_file,
     text_of,
 )
+from shardkit_tools.importers.source_kinds import (
+    SIDECARS,
+    SPLIT_NAMES,
+    is_metadata,
+    media_of,
+)
 
 _MAX_TEXT_BYTES = 1 << 30
-# JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; AVIF, HEIC, JPEG 2000 and XL in boxes; bare JPEG XL and 2000
+# JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; bare JPEG XL and 2000
 _IMAGE_SIGNATURES = (
     *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
-    *(b"P1", b"P2", b"P3", b"P4", b"P5", b"P6", b"P7", b"\0\0\0", b"\xff\x0a", b"\xff\x4f\xff\x51"),
+    *(b"P1", b"P2", b"P3", b"P4", b"P5", b"P6", b"P7", b"\xff\x0a", b"\xff\x4f\xff\x51"),
 )
+_IMAGE_BOXES = (b"ftyp", b"jP  ", b"JXL ")  # AVIF, HEIC, JPEG 2000 and JPEG XL begin with the size of a box
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,8 @@ class FolderImporter(FileImporter):
     media: str  # field for the file: image, audio, video or blob
     layout: FolderLayout
     metadata: FileMetadata | None = None
+    row_names: Mapping[str, str] = field(default_factory=dict)
+    """Files that the metadata names in another Unicode form: name → name there."""
 
     def tasks(self) -> Sequence[SourceTask]:
         """Groups of whole samples."""
@@ -98,7 +103,7 @@ class FolderImporter(FileImporter):
         seen(own, data)
         if not data:
             raise SourceError(f"{own.path}: an empty file; fetch it again, or remove it")
-        if self.media == "image" and not data.startswith(_IMAGE_SIGNATURES):
+        if self.media == "image" and not (data.startswith(_IMAGE_SIGNATURES) or data[4:8] in _IMAGE_BOXES):
             raise SourceError(
                 f"{own.path}: not an image (it starts with {data[:8].hex(' ')}); fetch it again, or remove it"
             )
@@ -119,7 +124,7 @@ class FolderImporter(FileImporter):
                 seen(sidecar, text)
                 sample[name] = _sidecar_value(name, sidecar, text)
         if self.metadata is not None:
-            described = self.metadata.rows().get(own.name, {})
+            described = self.metadata.rows().get(self.row_names.get(own.name, own.name), {})
             sample |= {name: value for name, value in described.items() if name in self.fields}
         return sample
 
@@ -159,8 +164,10 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
         options = replace(options, classes=False)
     layout = folder_layout(source, options, [sample[0].name for sample in samples])
     fields = {own: "bytes"} | ({"label": "int64"} if layout.classes else {}) | sidecars
+    row_names: dict[str, str] = {}
     if metadata is not None:
-        fields |= _metadata_types(metadata, samples, fields, source.notes)
+        joined, row_names = metadata.join({own.name for own, *_ in samples}, fields, source.notes)
+        fields |= joined
     return FolderImporter(
         source=source,
         fields=options.schema(fields, source.given),
@@ -170,31 +177,8 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
         samples=tuple(samples),
         media=own,
         metadata=metadata,
+        row_names=row_names,
     )
-
-
-def _metadata_types(
-    metadata: FileMetadata,
-    samples: Sequence[tuple[SourceFile, ...]],
-    others: Collection[str],
-    notes: list[str],
-) -> dict[str, str]:
-    """Return the types of the metadata; they are optional if a sample has no row."""
-    if "label" in others and "label" in metadata.types:
-        raise SourceError(
-            f"{metadata.files[0].path}: its field 'label' has the name of the classes; pass --no-classes to take it"
-        )
-    rows, names = metadata.rows(), {own.name for own, *_ in samples}
-    lacking = sorted(names - rows.keys())
-    found = f"{', '.join(metadata.types)} are from {metadata.files[0].name}, joined by file_name"
-    notes.append(f"{found}; {len(lacking):,} files have no row ({lacking[0]})" if lacking else found)
-    if unknown := sorted(rows.keys() - names):
-        notes.append(f"{len(unknown):,} rows of metadata name files that are not there ({unknown[0]})")
-    optional = "?" * bool(lacking)
-    return {
-        name: kind.removesuffix("?") + ("?" if kind.endswith("?") else optional)
-        for name, kind in metadata.types.items()
-    }
 
 
 def _mixture(media: dict[str, SourceFile], source: Source) -> str:

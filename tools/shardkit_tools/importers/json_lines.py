@@ -16,6 +16,7 @@ import itertools
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
@@ -36,6 +37,7 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
     array_note,
+    rest_as_failure,
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 
@@ -58,7 +60,7 @@ class JsonLinesImporter(FileImporter):
         """Yield one sample per line; a line that does not parse or fit is a failure of that line only."""
         for file in task.files:
             lines = enumerate(read_lines(file, task.start, task.stop), task.first_row)
-            yield from self.rows_of(file, None if file.name in self.arrays else lines)
+            yield from rest_as_failure(file, self.rows_of(file, None if file.name in self.arrays else lines))
 
     def rows_of(self, file: SourceFile, lines: Iterator[tuple[int, bytes]] | None) -> SampleStream:
         """Yield a sample or a failure for each (number, line) that is not empty; None: for the file's array."""
@@ -83,7 +85,9 @@ class JsonLinesImporter(FileImporter):
 def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter:
     """Infer the schema of files of JSON lines."""
     check_suffixes(source, ("jsonl", "ndjson", "json"), "a file of JSON lines")
-    arrays = frozenset(file.name for file in source.files if _is_array(file))
+    # a listing of many files of lines is not read twice: the first file decides
+    looked_at = source.files if _is_array(source.files[0]) else _documents(source)
+    arrays = frozenset(file.name for file in looked_at if _is_array(file))
     first = _First(source, options, arrays)
     types = infer_types(
         first.rows(), options.field_types, skip=options.skip_bad_rows, unchecked=options.unchecked
@@ -140,19 +144,29 @@ class _First:
     def _all(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         for file in self._source.files:
             lines = None if file.name in self._arrays else enumerate(read_lines(file))
-            for _, where, row in _objects(file, lines, self._options, self.objects):
-                if not isinstance(row, SourceError):
-                    yield where, row
-                elif not self._options.skip_bad_rows:
-                    raise row
+            try:
+                for _, where, row in _objects(file, lines, self._options, self.objects):
+                    if not isinstance(row, SourceError):
+                        yield where, row
+                    elif not self._options.skip_bad_rows:
+                        raise row
+            except SourceError:  # the rest of the file cannot be read
+                if not self._options.skip_bad_rows:
+                    raise
 
 
 def _is_array(file: SourceFile) -> bool:
     """Return True if a file holds one array instead of lines."""
-    if file_suffix(file.name) != "json":
-        return False
-    with open_plain(file) as stream:
+    with (
+        suppress(SourceError),
+        open_plain(file) as stream,
+    ):  # it is an error, or skipped, when the file is read
         return stream.read(_LOOKED_AT).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+    return False
+
+
+def _documents(source: Source) -> list[SourceFile]:
+    return [file for file in source.files if file_suffix(file.name) == "json"]
 
 
 def _objects(
@@ -168,11 +182,11 @@ def _objects(
     for number, item in items:
         where = f"{file.path} {'item' if lines is None else 'line'} {number + 1}"
         try:
-            value = parse_json(item, where) if isinstance(item, bytes) else item
+            value = _parse_line(item, where) if isinstance(item, bytes) else item
             if not isinstance(value, dict):
                 raise SourceError(
                     f"{where}: holds a {type(value).__name__}, not an object; each line must be one JSON object, or "
-                    "the file one array of them (.json)"
+                    "the file one array of them"
                 )
             if options.flatten:
                 value = _flat(value, where, options, set() if objects is None else objects)
@@ -180,6 +194,23 @@ def _objects(
             yield number, where, error
         else:
             yield number, where, value
+
+
+def _parse_line(line: bytes, where: str) -> object:
+    """Return the value of a line.
+
+    Raises:
+        SourceError: It is not JSON; an object that continues on the next line is advised on.
+    """
+    try:
+        return parse_json(line, where)
+    except SourceError as error:
+        if not line.lstrip().startswith(b"{") or line.rstrip()[-1:] not in b"{[,":
+            raise
+        raise SourceError(
+            f"{where}: an object that continues on the next line; write one object a line: jq -c . FILE, or jq -c "
+            "'.data[]' FILE if the samples are a list in it"
+        ) from error
 
 
 def _flat(

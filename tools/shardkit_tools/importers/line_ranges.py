@@ -7,7 +7,12 @@ from typing import BinaryIO
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
-from shardkit_tools.importers.source_files import group_files, is_compressed, open_file, open_plain
+from shardkit_tools.importers.source_files import (
+    group_files,
+    is_compressed,
+    open_file,
+    open_plain,
+)
 
 _RANGE_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shardkit.errors import NotFoundError, SourceError
 from shardkit_tools.importers.protocol import SourceFile
+from shardkit_tools.importers.stray_names import DEBRIS, is_debris, refuse_table
 
 WILDCARDS = frozenset("*?[")
 
@@ -25,9 +26,12 @@ class _Folder(NamedTuple):
 
 
 def walk(
-    root: str, empty: dict[str, str] | None, notes: list[str], *, follow_links: bool
+    root: str, left_out: dict[str, str], notes: list[str], *, skip: bool, follow_links: bool
 ) -> Iterator[SourceFile]:
-    """Yield the files of a folder; empty folders are refused, or added to ``empty``."""
+    """Yield the files of a folder.
+
+    Empty folders, and files that cannot be read, are refused, or with `skip` added to `left_out`.
+    """
     inside = os.path.realpath(root)
     pending = [_Folder("", root, (inside,))]
     links: list[_Folder] = []  # linked files, and linked folders, which are last
@@ -35,7 +39,7 @@ def walk(
     follow: bool | None = None  # decided when the folders without links are listed
     while pending:
         folder = pending.pop()
-        for entry in _entries(folder, empty):
+        for entry in _entries(folder, left_out, skip=skip):
             name = f"{folder.name}/{entry.name}" if folder.name else entry.name
             if entry.is_symlink():
                 links.append(_Folder(name, entry.path, folder.above))
@@ -43,38 +47,53 @@ def walk(
                 pending.append(_Folder(name, entry.path, (*folder.above, os.path.realpath(entry.path))))
             else:
                 has_files = True
-                yield regular_file(entry.path, name)
+                yield from _readable(entry.path, name, left_out if skip else None)
         if not pending:
             follow = follow_links or not has_files if follow is None else follow
             files, folders = _resolve_links(links, inside, notes, follow=follow)
             links, pending = [], folders
-            yield from files
+            for link in files:
+                yield from _readable(link.path, link.name, left_out if skip else None)
 
 
-def _entries(folder: _Folder, empty: dict[str, str] | None) -> list[os.DirEntry[str]]:
+def _readable(path: str, name: str, left_out: dict[str, str] | None) -> Iterator[SourceFile]:
+    """Yield a file; one that cannot be read is refused, or added to `left_out`."""
     try:
-        entries = [entry for entry in os.scandir(folder.path) if not entry.name.startswith(".")]
+        yield regular_file(path, name)
+    except SourceError:
+        if left_out is None:
+            raise
+        left_out[name.encode(errors="backslashreplace").decode()] = "what cannot be read"
+
+
+def _entries(folder: _Folder, left_out: dict[str, str], *, skip: bool) -> list[os.DirEntry[str]]:
+    try:
+        found = list(os.scandir(folder.path))
     except OSError as error:
         raise unreadable(folder.path, error) from error
+    refuse_table((f"{os.path.basename(folder.name)}/{entry.name}" for entry in found), folder.path)
+    debris = {entry.name for entry in found if is_debris(entry.name)}
+    left_out |= dict.fromkeys((os.path.join(folder.name, name) for name in debris), DEBRIS)
+    entries = [entry for entry in found if entry.name not in debris and not entry.name.startswith(".")]
     if any(entry.name == "shardkit.json" for entry in entries):
         raise SourceError(
             f"{folder.path}: a dataset, whose shards are no samples; build from the files that it was made of, or keep "
             "it outside of the source"
         )
     if not entries and folder.name:
-        if empty is None:
+        if not skip:
             # otherwise a class folder whose files are missing would disappear from the dataset silently
             raise SourceError(
                 f"{folder.path}: an empty folder; fill it, remove it, or leave it out: --on-error skip"
             )
-        empty[f"{folder.name}/"] = "what is empty"
+        left_out[f"{folder.name}/"] = "what is empty"
     return entries
 
 
 def _resolve_links(
     links: list[_Folder], inside: str, notes: list[str], *, follow: bool
-) -> tuple[list[SourceFile], list[_Folder]]:
-    """Return the files and the folders that links lead to."""
+) -> tuple[list[_Folder], list[_Folder]]:
+    """Return the links to files and to folders."""
     files, folders, outside = [], [], []
     for link in links:
         target = os.path.realpath(link.path)
@@ -91,7 +110,7 @@ def _resolve_links(
                 )
             folders.append(_Folder(link.name, link.path, (*link.above, target)))
         else:
-            files.append(regular_file(link.path, link.name))
+            files.append(link)
         if is_outside and not follow:
             raise _out_of_source(link.path, target)
     if outside:
@@ -126,20 +145,24 @@ def regular_file(path: str, name: str) -> SourceFile:
     return SourceFile(name, path, found.st_size, str(found.st_mtime_ns))
 
 
-def matches(pattern: str, notes: list[str], *, follow_links: bool) -> Iterator[SourceFile]:
-    """Yield the files of a glob, with names relative to the folder before its first wildcard."""
+def matches(
+    pattern: str, left_out: dict[str, str], notes: list[str], *, skip: bool, follow_links: bool
+) -> Iterator[SourceFile]:
+    """Yield the files of a glob, checked as by `walk`; names are relative to the folder before the first wildcard."""
     parts = pattern.split("/")
     literal = parts[: next(n for n, part in enumerate(parts) if WILDCARDS.intersection(part))]
     root = "/".join(literal) or ("/" if pattern.startswith("/") else ".")
     found = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
     if not found:
         raise NotFoundError(f"{pattern}: no file matches the pattern; quote it, and check it with ls")
-    links = [path for path in found if os.path.islink(path)]
-    files = [path for path in found if not os.path.islink(path)]
-    for path in files:
-        yield regular_file(path, _below(path, root))
-    named = [_Folder(_below(path, root), path, ()) for path in links]
-    yield from _resolve_links(named, os.path.realpath(root), notes, follow=follow_links or not files)[0]
+    named = [_Folder(_below(path, root), path, ()) for path in found]
+    left_out |= {one.name: DEBRIS for one in named if is_debris(one.name)}
+    named = [one for one in named if one.name not in left_out]
+    links = [one for one in named if os.path.islink(one.path)]
+    files = [one for one in named if not os.path.islink(one.path)]
+    linked, _ = _resolve_links(links, os.path.realpath(root), notes, follow=follow_links or not files)
+    for one in (*files, *linked):
+        yield from _readable(one.path, one.name, left_out if skip else None)
 
 
 def _below(path: str, root: str) -> str:
@@ -148,6 +171,11 @@ def _below(path: str, root: str) -> str:
 
 def unreadable(path: str, error: OSError) -> SourceError:
     """Return the error for a file that cannot be read."""
+    if isinstance(error, FileNotFoundError) and os.path.islink(path):
+        return SourceError(
+            f"{path}: a symbolic link to {os.path.realpath(path)}, which does not exist; restore it, remove the link, "
+            "or leave it out: --on-error skip"
+        )
     return SourceError(
-        f"{path}: cannot be read ({error.strerror or error}); mend its permissions, or leave it out"
+        f"{path}: cannot be read ({error.strerror or error}); fix its permissions, or leave it out"
     )

@@ -24,7 +24,7 @@ from shardkit_tools.importers.numpy_arrays import (
     read_header,
 )
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
-from shardkit_tools.importers.source_files import check_suffixes, open_file
+from shardkit_tools.importers.source_files import check_suffixes, open_each, open_file
 
 _DAMAGED = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, OSError, OverflowError, RuntimeError, ValueError
@@ -93,13 +93,12 @@ def stored_spans(data: bytes, arrays: Sequence[ArrayFile]) -> dict[str, tuple[in
 def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
     """Read the headers of a source of ``.npz`` files."""
     check_suffixes(source, ("npz",), "a NumPy archive")
-    archives: dict[SourceFile, tuple[ArrayFile, ...]] = {}
+    source, read = open_each(source, options, lambda file: _read_archive(file, options))
+    archives = {file: arrays for file, (arrays, _) in zip(source.files, read, strict=True)}
+    names = read[0][1]
     types: dict[str, str] = {}
-    names: dict[str, str] = {}
-    for file in source.files:
-        archives[file], fields = _read_archive(file, options)
-        names = names or fields
-        found = {one.field: one.header.row_type for one in archives[file]}
+    for file, arrays in archives.items():
+        found = {one.field: one.header.row_type for one in arrays}
         types = types or found
         if found != types:
             raise SourceError(

@@ -46,6 +46,7 @@ from shardkit_tools.importers.source_files import (
     file_stem,
     group_files,
     is_url,
+    open_each,
     open_file,
     read_file,
 )
@@ -238,7 +239,9 @@ def open_numpy(source: Source, options: ImportOptions) -> FileImporter:
         return _open_fields(source, options)
     if options.arrays == "fields" or (not options.arrays and (options.columns or options.drop)):
         return _open_fields(source, options)  # files that are left out are not read
-    headers = {file: _header_of(file, has_rows=options.arrays == "rows") for file in source.files}
+    whole, is_rows = source, options.arrays == "rows"
+    source, opened = open_each(source, options, lambda file: _header_of(file, has_rows=is_rows))
+    headers = dict(zip(source.files, opened, strict=True))
     reading = options.arrays or _likely_reading(headers)
     if not options.arrays:
         rows = sum(header.shape[0] for header in headers.values() if header.shape)
@@ -250,7 +253,9 @@ def open_numpy(source: Source, options: ImportOptions) -> FileImporter:
         }
         source.notes.append(f"{told[reading]}; --arrays rows, files or fields decides otherwise")
     if reading == "fields":
-        return _open_fields(source, options)
+        return _open_fields(
+            whole, options
+        )  # every field is needed, so a file that cannot be read is an error
     return (_open_parts if reading == "rows" else _open_samples)(source, options, headers)
 
 

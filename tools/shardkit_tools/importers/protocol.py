@@ -18,7 +18,7 @@ import numpy as np
 
 from shardkit.dataset.arrow_columns import sample_batch
 from shardkit.dataset.encoding import RowOrigin
-from shardkit.errors import SampleError, SchemaError, ShardkitError, UsageError
+from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError, UsageError
 from shardkit.extras import shell_word
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema
 
@@ -285,12 +285,21 @@ class SourceFailure:
     """A row that cannot be read, although later rows can.
 
     An importer that *raises* ends its task: with ``on_error="skip"``, the rest of the task is lost. A yielded
-    failure loses one row. ``error`` is a SourceError or SampleError that names file and row.
+    failure loses one row, or the rest of the file if its row is -1. ``error`` is a SourceError or SampleError that
+    names file and row.
     """
 
     source_name: str
     source_row: int
     error: ShardkitError
+
+
+def rest_as_failure(file: SourceFile, rows: SampleStream) -> SampleStream:
+    """Yield the rows of a file; an error that ends them is the failure of row -1, so that other files are read."""
+    try:
+        yield from rows
+    except SourceError as error:
+        yield SourceFailure(file.name, -1, error)
 
 
 def row_name(row: SourceSample | SourceFailure, paths: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key,
 from shardkit.stores.remote.object_store import ForeignStore
 from shardkit.stores.store import ObjectStat
 from shardkit_tools.importers.protocol import SourceFile
+from shardkit_tools.importers.stray_names import DEBRIS, is_debris, refuse_table
 
 _WILDCARD = re.compile(r"[*?\[]")
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
@@ -43,10 +44,10 @@ _STAMPS = (
 )
 
 
-def list_url(url: str, left_out: dict[str, str] | None) -> tuple[list[SourceFile], bool]:
+def list_url(url: str, left_out: dict[str, str], *, skip: bool) -> tuple[list[SourceFile], bool]:
     """Return the files below a URL, unordered, and whether the URL named one file.
 
-    Keys of a bucket that cannot be read are refused, or added to `left_out`.
+    Keys of a bucket that cannot be read are refused, or with `skip` added to `left_out`.
 
     Raises:
         NotFoundError: There are no files.
@@ -54,7 +55,7 @@ def list_url(url: str, left_out: dict[str, str] | None) -> tuple[list[SourceFile
     """
     _check_harmless(url)
     if _is_bucket(url):
-        return _list_bucket(url, left_out)
+        return _list_bucket(url, left_out, skip=skip)
     system, root = _system(url)
     try:
         if wildcard := _WILDCARD.search(root):
@@ -69,10 +70,11 @@ def list_url(url: str, left_out: dict[str, str] | None) -> tuple[list[SourceFile
         raise SourceError(
             f"{url}: cannot be listed ({_brief(error)}); check the URL and the credentials"
         ) from error
+    names = {path: path.removeprefix(root).lstrip("/") for path in found}
+    if not wildcard:
+        refuse_table(names.values(), url)
     files = [
-        _file(system, path, root, info)
-        for path, info in found.items()
-        if not _is_hidden(path.removeprefix(root).lstrip("/"))
+        _file(system, path, root, info) for path, info in found.items() if _is_sample(names[path], left_out)
     ]
     if not found:
         raise NotFoundError(f"{url}: no files there; check the URL")
@@ -250,7 +252,7 @@ def _store_for(address: Address, settings: int) -> ForeignStore:
     return ForeignStore(address, read_only=True)
 
 
-def _list_bucket(url: str, left_out: dict[str, str] | None) -> tuple[list[SourceFile], bool]:
+def _list_bucket(url: str, left_out: dict[str, str], *, skip: bool) -> tuple[list[SourceFile], bool]:
     """Do `list_url` for an object store; in a glob, ``*`` and ``?`` stop at a slash and ``**`` does not."""
     scheme, _, rest = url.partition("://")
     name, _, key = rest.partition("/")
@@ -264,12 +266,15 @@ def _list_bucket(url: str, left_out: dict[str, str] | None) -> tuple[list[Source
         folder = key[: glob.start()].rpartition("/")[0] if glob else key
         prefix = f"{folder}/" if folder else ""
         wanted = _pattern(url, key) if glob else None
+        listed = dict(bucket.list_keys(prefix))
+        if wanted is None:
+            refuse_table((name.removeprefix(prefix) for name in listed), url)
         files = [
             _object(bucket, name, folder, stat)
-            for name, stat in bucket.list_keys(prefix)
+            for name, stat in listed.items()
             if (wanted is None or wanted.fullmatch(name))
-            and not _is_hidden(name.removeprefix(prefix))
-            and _is_readable(bucket.url, name, left_out)
+            and _is_sample(name.removeprefix(prefix), left_out)
+            and _is_readable(bucket.url, name, left_out if skip else None)
         ]
     except StoreError as error:
         raise SourceError(f"{url}: cannot be listed ({error})") from error
@@ -311,8 +316,14 @@ def _object(bucket: ForeignStore, key: str, folder: str, found: ObjectStat) -> S
     return SourceFile(key.removeprefix(folder).lstrip("/"), f"{bucket.url}/{key}", found.size, stamp)
 
 
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
+def _is_sample(name: str, left_out: dict[str, str]) -> bool:
+    """Return False for a hidden file, and for debris, which is added to `left_out`."""
+    if any(part.startswith(".") for part in name.split("/")):
+        return False
+    if is_debris(name):
+        left_out[name] = DEBRIS
+        return False
+    return True
 
 
 def _pattern(url: str, key: str) -> re.Pattern[str]:

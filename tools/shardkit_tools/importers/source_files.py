@@ -1,4 +1,4 @@
-"""The files of a source: list them in order, choose the importer, and open or read them.
+"""The files of a source: list them in order, and open or read them.
 
 A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are sorted by name (by code point,
 `/` as separator), so that the same source gives the same rows on every machine. Only regular files are opened,
@@ -9,36 +9,32 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import importlib
 import io
 import lzma
 import os
 import re
 import stat
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
-from shardkit.errors import NotFoundError, SourceError, UsageError
+from shardkit.errors import NotFoundError, SourceError
 from shardkit.formats.compression import ZstdError, new_decompressor
 from shardkit_tools.importers.local_files import WILDCARDS, matches, regular_file, unreadable, walk
-from shardkit_tools.importers.protocol import (
-    FileImporter,
-    Importer,
-    ImportOptions,
-    Source,
-    SourceFile,
-    SourceTask,
-)
+from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
 
 _PACKED = (".gz", ".zst", ".xz")
 _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
 _FRAME_PIECE = 4 << 10  # decompresses to about 128 MiB at most
 _TASK_BYTES = 64 << 20
 _TASK_FILES = 4096
+_POINTER_BYTES = 1024  # pointers of Git LFS are smaller
+_SHOWN = 3  # errors of files in a note
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z][A-Za-z0-9+.-]*)*://")
+
+
+_Opened = TypeVar("_Opened")
 
 
 def is_url(source: str) -> bool:
@@ -80,13 +76,10 @@ def file_stem(name: str) -> str:
     return head + slash + (base.rpartition(".")[0] if "." in base[1:] else base)
 
 
-def is_metadata(name: str) -> bool:
-    """Return True if a file describes other files."""
-    return name.rpartition("/")[2] in METADATA
-
-
 def list_source(source: str, *, skip: bool = False, follow_links: bool = False) -> Source:
-    """List the files of a source; with ``skip``, empty folders are left out instead of refused.
+    """List the files of a source; with ``skip``, empty folders and unreadable files are left out, not refused.
+
+    Files that other programs write next to samples are always left out (`stray_names`).
 
     Links out of a folder or a glob are followed with `follow_links`, or if it holds no files except links.
 
@@ -94,37 +87,54 @@ def list_source(source: str, *, skip: bool = False, follow_links: bool = False) 
         NotFoundError: The source does not exist.
         SourceError: The source holds no files, or something that is not imported.
     """
-    empty: dict[str, str] | None = {} if skip else None
+    left_out: dict[str, str] = {}
     if is_url(source):
         from shardkit_tools.importers.remote_files import list_url
 
-        found, is_single_file = list_url(source, empty)
-        return Source(source, _sort(found), is_single_file, left_out=empty or {})
+        found, is_single_file = list_url(source, left_out, skip=skip)
+        return Source(source, _sort(found), is_single_file, left_out=left_out)
     if os.path.isdir(source):
         notes: list[str] = []
-        files = _sort(walk(source, empty, notes, follow_links=follow_links))
+        files = _sort(walk(source, left_out, notes, skip=skip, follow_links=follow_links))
         if not files:
             raise SourceError(f"{source}: the folder holds no files; give a folder with samples in it")
-        return Source(source, files, left_out=empty or {}, notes=notes)
+        return Source(source, files, left_out=left_out, notes=notes)
     if os.path.lexists(source):
         return Source(source, (regular_file(source, os.path.basename(source)),), is_single_file=True)
     if WILDCARDS.intersection(source):
         notes = []
-        return Source(source, _sort(matches(source, notes, follow_links=follow_links)), notes=notes)
+        files = _sort(matches(source, left_out, notes, skip=skip, follow_links=follow_links))
+        return Source(source, files, left_out=left_out, notes=notes)
     raise NotFoundError(f"{source}: no such file or folder; give a path, or a glob such as 'data/*.jsonl'")
 
 
-def open_file(file: SourceFile) -> BinaryIO:
+def open_file(file: SourceFile, *, for_digest: bool = False) -> BinaryIO:
     """Open a file for reading, buffered and seekable.
 
     Raises:
-        SourceError: The file cannot be read, or its size has changed since it was listed.
+        SourceError: The file cannot be read, or its size has changed since it was listed; or, except `for_digest`, it
+            is a pointer of Git LFS.
     """
     if is_url(file.path):
         from shardkit_tools.importers.remote_files import open_url
 
         return open_url(file)
-    return os.fdopen(_open_local(file), "rb", buffering=1 << 18)
+    stream = io.BufferedReader(io.FileIO(_open_local(file)), 1 << 18)
+    try:
+        if file.size < _POINTER_BYTES and not for_digest:
+            _refuse_pointer(file, stream.peek())
+    except SourceError:
+        stream.close()
+        raise
+    return cast(BinaryIO, stream)
+
+
+def _refuse_pointer(file: SourceFile, data: bytes) -> None:
+    """Raise SourceError for a file of Git LFS that was not fetched: a text that names the content."""
+    if data.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise SourceError(
+            f"{file.path}: a pointer of Git LFS, not the file itself; fetch it with git lfs pull in its repository"
+        )
 
 
 def _open_local(file: SourceFile) -> int:
@@ -144,6 +154,41 @@ def _open_local(file: SourceFile) -> int:
     return descriptor
 
 
+def open_each(
+    source: Source, options: ImportOptions, open_one: Callable[[SourceFile], _Opened]
+) -> tuple[Source, list[_Opened]]:
+    """Open every file of a source, for example to read its header.
+
+    Returns:
+        The source, with `skip_bad_rows` without the files that cannot be opened; and the result for each of its files.
+
+    Raises:
+        SourceError: A file cannot be opened; with `skip_bad_rows`, none can.
+    """
+    kept, opened, errors = [], [], []
+    for file in source.files:
+        try:
+            opened.append(open_one(file))
+        except SourceError as error:
+            if not options.skip_bad_rows:
+                raise
+            errors.append(error)
+        else:
+            kept.append(file)
+    if not errors:
+        return source, opened
+    if not kept:
+        raise errors[0]
+    shown = "; ".join(map(str, errors[:_SHOWN])) + "; …" * (len(errors) > _SHOWN)
+    source.notes.append(f"left out what cannot be opened ({len(errors):,}): {shown}")
+    return replace(source, files=tuple(kept)), opened
+
+
+def name_files(what: str, names: Sequence[str]) -> str:
+    """Return a note on files: what they are, their number and the first names."""
+    return f"{what} ({len(names):,}): {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
+
+
 def read_file(file: SourceFile) -> bytes:
     """Return all bytes of a file; errors as for `open_file`."""
     try:
@@ -152,6 +197,8 @@ def read_file(file: SourceFile) -> bytes:
                 data = stream.read()
         else:
             data = _read_local(_open_local(file), file.size)
+        if file.size < _POINTER_BYTES:
+            _refuse_pointer(file, data)
     except OSError as error:
         raise unreadable(file.path, error) from error
     if len(data) != file.size:
@@ -279,213 +326,3 @@ class _Frames:
 
 def _sort(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
     return tuple(sorted(files, key=lambda file: file.name))
-
-
-IMPORTERS = {
-    "folder": ("shardkit_tools.importers.folder", "open_folder"),
-    "text": ("shardkit_tools.importers.folder", "open_text"),
-    "jsonl": ("shardkit_tools.importers.json_lines", "open_json_lines"),
-    "npy": ("shardkit_tools.importers.numpy_arrays", "open_numpy"),
-    "npz": ("shardkit_tools.importers.numpy_archives", "open_archives"),
-    "tokens": ("shardkit_tools.importers.tokens", "open_tokens"),
-    "webdataset": ("shardkit_tools.importers.webdataset", "open_webdataset"),
-    "parquet": ("shardkit_tools.importers.tables", "open_parquet"),
-    "arrow": ("shardkit_tools.importers.tables", "open_arrow"),
-    "csv": ("shardkit_tools.importers.csv", "open_csv"),
-    "huggingface": ("shardkit_tools.importers.tables", "open_huggingface"),
-    "mds": ("shardkit_tools.importers.mds", "open_mds"),
-}
-"""Name for ``--from`` → module and function that open a source, imported on demand: some need pyarrow."""
-
-MEDIA = {
-    "image": ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pbm",
-              "avif", "heic", "jp2", "jxl"),
-    "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
-    "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
-}  # fmt: skip
-"""Field → file extensions of its kind."""
-SPLIT_NAMES = ("train", "val", "valid", "validation", "test", "dev")
-"""Names, in any case, of top-level folders that are splits rather than classes."""
-SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
-"""Extension of a sidecar, which describes the file with the same stem → its field and type."""
-
-METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-"""Names of files that describe the files in and below their folder."""
-
-# Extensions of files of records, which are never samples themselves.
-_RECORDS = dict.fromkeys(("jsonl", "ndjson"), "jsonl") | dict.fromkeys(("tar", "tgz"), "webdataset")
-_RECORDS |= dict.fromkeys(("parquet", "pq"), "parquet") | dict.fromkeys(("arrow", "feather", "ipc"), "arrow")
-_RECORDS |= {"csv": "csv", "tsv": "csv", "npy": "npy", "npz": "npz", "mds": "mds"}
-_TEXTS = frozenset((
-    "txt", "text", "md", "rst", "tex", "html", "htm", "xml", "log", "py", "pyi", "c", "h", "cc", "cpp", "hpp",
-    "rs", "go", "java", "js", "ts", "sh", "sql", "r", "jl",
-))  # fmt: skip
-
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_NESTED = ("parquet", "arrow", "jsonl", "huggingface")
-_WITH_AN_INDEX = ("huggingface", "mds")
-# Kinds of files that an importer accepts as samples, beyond its own extensions.
-_KINDS_OF = {name: {name} for name in set(_RECORDS.values())}
-_KINDS_OF |= {"jsonl": {"jsonl", "json"}, "text": {"text"}, "folder": {*MEDIA, "blob"}}
-
-
-def open_source(source: str, kind: str | None = None, options: ImportOptions | None = None) -> Importer:
-    """Open a source with a suitable importer.
-
-    Args:
-        source: a file, a folder, a glob or a URL.
-        kind: one of `IMPORTERS`; None: detected.
-        options: options of the user.
-
-    Raises:
-        NotFoundError: The source does not exist.
-        SourceError: The source cannot be read as this kind, or its kind cannot be detected.
-        SchemaError: A field name cannot be stored, or `options` name an unknown field.
-    """
-    return find_source(source, kind, options or ImportOptions())[0]
-
-
-def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[Importer, tuple[str, ...]]:
-    """Do `open_source`, and also return notes on files that were left out."""
-    if kind is not None:
-        check_kind(kind)
-    is_hub = source.startswith("hf://")
-    if kind == "huggingface" and _HUB_NAME.fullmatch(source) and not os.path.exists(source):
-        raise NotFoundError(
-            f"{source}: no such folder; a dataset of the Hugging Face Hub is given as hf://datasets/{source}"
-        )
-    listed = list_source(source, skip=options.skip_bad_rows, follow_links=options.follow_links)
-    if is_hub and kind == "huggingface" and not _index_of(listed):
-        kind = None  # files as they were pushed, not a folder of `save_to_disk`
-    if options.skip_bad_rows or is_hub:  # repositories of the hub have cards, licences and scripts
-        listed = _without_strays(listed, kind)
-    kind = kind or ("tokens" if options.dtype or options.row else detect(listed))
-    if options.flatten and kind not in _NESTED:
-        raise UsageError(
-            f"--flatten: {source} is read as {kind}, which has no structs; it is for {', '.join(_NESTED)}"
-        )
-    importer = open_listed(listed, kind, options)
-    notes = (*_notes(listed.left_out), *listed.notes)
-    return importer, notes
-
-
-def check_kind(kind: str) -> None:
-    """Raise UsageError if there is no importer of this name."""
-    if kind not in IMPORTERS:
-        raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
-
-
-def open_listed(source: Source, kind: str, options: ImportOptions) -> FileImporter:
-    """Open a listed source with one of `IMPORTERS`; errors as for `open_source`."""
-    module, function = IMPORTERS[kind]
-    importer: FileImporter = getattr(importlib.import_module(module), function)(source, options)
-    return importer
-
-
-def _without_strays(source: Source, kind: str | None) -> Source:
-    """Return a source with only the most frequent kind of files; sidecars stay with their samples."""
-    if source.is_single_file or kind in _WITH_AN_INDEX or (kind is None and _index_of(source)):
-        return source
-    kinds = {file.name: _kind_of(file.name) for file in source.files}
-    wanted = _KINDS_OF.get(kind or "")
-    counts = Counter(found for found in kinds.values() if wanted is None or found in wanted)
-    # Media and records rank before texts and documents, which often accompany samples, and these before
-    # unknown files.
-    for is_sample in ({*MEDIA, *_RECORDS.values()}, {"text", "json"}, {"blob"}):
-        among = Counter({found: n for found, n in counts.items() if found in is_sample})
-        if among:
-            break
-    (most, count), *others = among.most_common() or [("", 0)]
-    if not count or (others and others[0][1] == count):
-        return source  # ambiguous
-    keep = {most} if wanted is None or kind == "folder" else wanted
-    stems = {file_stem(name) for name, found in kinds.items() if found == most}
-    kept, left_out = [], dict(source.left_out)
-    for file in source.files:
-        is_sidecar = most in MEDIA and file_suffix(file.name) in SIDECARS and file_stem(file.name) in stems
-        if kinds[file.name] in keep or is_sidecar or (most in MEDIA and is_metadata(file.name)):
-            kept.append(file)
-        else:
-            left_out[file.name] = f"what is not {kind or most}"
-    return replace(source, files=tuple(kept), left_out=left_out)
-
-
-def _kind_of(name: str) -> str:
-    suffix = file_suffix(name)
-    return (
-        media_of(suffix)
-        or _RECORDS.get(suffix)
-        or ("json" if suffix == "json" else "text" if suffix in _TEXTS else "blob")
-    )
-
-
-def _notes(left_out: Mapping[str, str]) -> tuple[str, ...]:
-    notes = []
-    for why in sorted(set(left_out.values())):
-        names = sorted(name for name, reason in left_out.items() if reason == why)
-        notes.append(
-            f"left out {why} ({len(names):,}): {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
-        )
-    return tuple(notes)
-
-
-def detect(source: Source) -> str:
-    """Return the importer for the extensions of a source's files.
-
-    Raises:
-        SourceError: The files need several importers, or none fits.
-    """
-    if index := _index_of(source):
-        return index
-    suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
-    if any(map(media_of, suffixes)):
-        suffixes = {suffix: file for suffix, file in suffixes.items() if not is_metadata(file.name)}
-    if suffixes.keys() == {"bin", "idx"} or (
-        suffixes.keys() == {"bin"}
-        and {file_stem(file.name).lower() for file in source.files} <= set(SPLIT_NAMES)
-    ):
-        raise SourceError(
-            f"{source.given}: these look like files of tokens, whose type and rows nothing says; state them, such as "
-            "--dtype uint16 --row 2048, or pass --from tokens if each has an .idx, or "
-            "keep each file as one sample of bytes with --from folder"
-        )
-    records = {_RECORDS[suffix]: file for suffix, file in suffixes.items() if suffix in _RECORDS}
-    others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]
-    # next to other files they are sidecars; alone they hold an array, or lines
-    if suffixes.keys() == {"json"}:
-        return "jsonl"
-    if len(records) == 1 and not others:
-        return next(iter(records))
-    if records:
-        shown = sorted({*(file.name for file in records.values()), *(file.name for file in others)})
-        raise SourceError(
-            f"{source.given}: holds files of several kinds ({', '.join(shown[:3])}); give a glob that "
-            "matches one kind, such as "
-            f"'{source.given}/**/*.{file_suffix(next(iter(records.values())).name)}', or name an importer "
-            "with --from; --on-error skip leaves out what is of the fewer"
-        )
-    if suffixes.keys() <= _TEXTS:
-        return "text"
-    if source.is_single_file and not any(map(media_of, suffixes)):
-        raise SourceError(
-            f"{source.given}: its extension calls for no importer; name one with --from "
-            f"({', '.join(IMPORTERS)})"
-        )
-    return "folder"
-
-
-def _index_of(source: Source) -> str | None:
-    """Return the importer whose index is among the files, or None."""
-    names = {file.name for file in source.files}
-    if (
-        "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
-    ):  # written by `save_to_disk`
-        return "huggingface"
-    bases = {name.rpartition("/")[2] for name in names}
-    return "mds" if "index.json" in bases and any(".mds" in base for base in bases) else None
-
-
-def media_of(suffix: str) -> str | None:
-    """Return the field of `MEDIA` for an extension, or None."""
-    return next((field for field, known in MEDIA.items() if suffix in known), None)

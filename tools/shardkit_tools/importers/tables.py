@@ -37,7 +37,13 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
     ignore_file,
 )
-from shardkit_tools.importers.source_files import check_suffixes, is_url, open_file, read_file
+from shardkit_tools.importers.source_files import (
+    check_suffixes,
+    is_url,
+    open_each,
+    open_file,
+    read_file,
+)
 
 _TASK_BYTES = 64 << 20
 _HIVE = re.compile(r"(?:^|/)([^/=]+)=[^/]*(?=/)")  # name of a partition column, before its value
@@ -154,11 +160,7 @@ class ParquetImporter(TableImporter):
 def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
     """Read the footers of Parquet files."""
     check_suffixes(source, ("parquet", "pq"), "a Parquet file")
-    footers = []
-    for file in source.files:
-        with open_file(file) as stream:
-            parquet = _open(stream, file)
-            footers.append((parquet.schema_arrow, parquet.metadata))
+    source, footers = open_each(source, options, _footer)
 
     def nulls(schema: Any, wanted: Collection[str]) -> set[str]:
         return _null_columns(source, footers, wanted, options)
@@ -182,6 +184,13 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
         wanted=wanted if len(wanted) < len(names) else None,
         rows=tuple(footer.num_rows for _, footer in footers),
     )
+
+
+def _footer(file: SourceFile) -> tuple[Any, Any]:
+    """Return the schema and the metadata of a Parquet file."""
+    with open_file(file) as stream:
+        parquet = _open(stream, file)
+        return parquet.schema_arrow, parquet.metadata
 
 
 def _null_columns(
@@ -338,10 +347,7 @@ def _open_tables(
     kind: type[ArrowImporter], source: Source, options: ImportOptions, features: Mapping[str, Any] | None
 ) -> ArrowImporter:
     check_suffixes(source, ("arrow", "feather", "ipc"), "an Arrow file")
-    schemas = []
-    for file in source.files:
-        with open_ipc(file) as reader:
-            schemas.append(reader.schema)
+    source, schemas = open_each(source, options, _ipc_schema)
     pieces = [
         _sizes_of_batches(file, schema) if file.size > _TASK_BYTES else ()
         for file, schema in zip(source.files, schemas, strict=True)
@@ -363,6 +369,11 @@ def _open_tables(
         cut=_make_tasks(source.files, pieces),
         partitions=partitions,
     )
+
+
+def _ipc_schema(file: SourceFile) -> Any:
+    with open_ipc(file) as reader:
+        return reader.schema
 
 
 def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
@@ -397,7 +408,13 @@ def _document(file: SourceFile) -> dict[str, Any]:
 
 
 def _data_files(by_name: Mapping[str, SourceFile], source: Source) -> Iterator[SourceFile]:
-    listed = _document(by_name[SAVED_STATE]).get("_data_files")
+    state = _document(by_name[SAVED_STATE])
+    if state.get("_indices_data_files"):
+        raise SourceError(
+            f"{source.given}: its rows are chosen by the indices of an early release of datasets, which are not read; "
+            "load it with datasets, then save flatten_indices() of it"
+        )
+    listed = state.get("_data_files")
     if not isinstance(listed, list) or not listed:
         raise SourceError(
             f"{source.given}: {SAVED_STATE} lists no data files; save the dataset again with save_to_disk"

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 from urllib.parse import unquote
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.source_files import MEDIA
+from shardkit.extras import shell_word
+from shardkit_tools.importers.source_kinds import MEDIA
 
 _BLOCK = 512
 _MAX_HEADER_BYTES = 1 << 20  # limit for a long name or a pax header; honest ones have a few hundred bytes
@@ -88,22 +89,21 @@ class TarSample:
     members: dict[str, tuple[str, Member]] = field(default_factory=dict)
 
 
-def field_of(extension: str, where: str) -> str:
-    """Return the field name for the extension of a member.
-
-    Raises:
-        SourceError: Members with this extension are not read.
-    """
-    *parts, suffix = extension.split(".")
+def _check_format(extension: str, name: str, where: str) -> None:
+    """Refuse members in formats that are not read."""
+    suffix = extension.rpartition(".")[2]
+    advice = f"convert the member to .npy or .json, or leave it out: --drop {shell_word(name)}"
     if suffix in _PICKLED:
         raise SourceError(
-            f"{where}: a pickle can run any code when it is loaded, so it is never read; convert the member "
-            "to .npy or .json"
+            f"{where}: a pickle can run any code when it is loaded, so it is never read; {advice}"
         )
     if suffix in _UNREAD:
-        raise SourceError(
-            f"{where}: {_UNREAD[suffix]} members are not read; convert the member to .npy or .json"
-        )
+        raise SourceError(f"{where}: {_UNREAD[suffix]} members are not read; {advice}")
+
+
+def field_of(extension: str) -> str:
+    """Return the field name for the extension of a member."""
+    *parts, suffix = extension.split(".")
     # names that a tar cannot hold, as shardkit encodes them
     if len(parts) == 1 and _ENCODED.fullmatch(parts[0]):
         with contextlib.suppress(UnicodeDecodeError):
@@ -111,8 +111,12 @@ def field_of(extension: str, where: str) -> str:
     return ".".join(parts) or FIELD_OF_EXTENSION.get(suffix, suffix)
 
 
-def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:
+def tar_samples(
+    members: Iterable[Member], path: str, keeps: Callable[[str], bool] = bool
+) -> Iterator[TarSample]:
     """Yield the samples of a tar, without hidden files and the resource forks of macOS.
+
+    Members of fields that `keeps` is false for may have any format.
 
     Raises:
         SourceError: A member has no extension, or a sample or field appears twice.
@@ -144,7 +148,9 @@ def tar_samples(members: Iterable[Member], path: str) -> Iterator[TarSample]:
         extension = extension.lower()
         name = fields.get(extension)
         if name is None:
-            name = fields[extension] = field_of(extension, f"{path} member {member.name!r}")
+            name = fields[extension] = field_of(extension)
+            if keeps(name):
+                _check_format(extension, name, f"{path} member {member.name!r}")
         if name in sample.members:
             raise SourceError(
                 f"{path} member {member.name!r}: a second member for the field {name!r} of one sample; rename or "

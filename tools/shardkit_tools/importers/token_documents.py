@@ -25,7 +25,13 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import check_suffixes, file_stem, file_suffix, open_file, read_file
+from shardkit_tools.importers.source_files import (
+    check_suffixes,
+    file_stem,
+    file_suffix,
+    open_file,
+    read_file,
+)
 
 FIELD = "tokens"
 _TASK_BYTES = 64 << 20

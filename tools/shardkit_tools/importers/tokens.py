@@ -10,7 +10,7 @@ import numpy as np
 from shardkit.errors import SourceError, UsageError
 from shardkit_tools.importers.numpy_arrays import ArrayFile, ArrayHeader, NumpyImporter, tasks_of_parts
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
-from shardkit_tools.importers.source_files import file_suffix
+from shardkit_tools.importers.source_files import file_suffix, open_each, open_file
 from shardkit_tools.importers.token_documents import TokenDocuments, open_documents
 
 _TOKEN_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -33,7 +33,8 @@ def open_tokens(source: Source, options: ImportOptions) -> TokensImporter | Toke
     """
     if any(file_suffix(file.name) == "idx" for file in source.files):
         return open_documents(source, options)
-    arrays = {file: _open_token_file(file, options) for file in source.files}
+    source, opened = open_each(source, options, lambda file: _open_token_file(file, options))
+    arrays = dict(zip(source.files, opened, strict=True))
     for array in arrays.values():
         tail = array.file.size - array.header.shape[0] * array.header.row_bytes
         if tail:
@@ -68,6 +69,8 @@ def _open_token_file(file: SourceFile, options: ImportOptions) -> ArrayFile:
             "token or more"
         )
     dtype = np.dtype(options.dtype).newbyteorder("<")
+    with open_file(file):  # refuses files that are not there themselves
+        pass
     rows = file.size // (dtype.itemsize * options.row)
     if not rows:
         raise SourceError(

@@ -58,7 +58,7 @@ class WebDatasetImporter(FileImporter):
         types = {name: str(kind.required) for name, kind in self.fields.items()}
         optional = {name for name, kind in self.fields.items() if kind.optional}
         read = _value_or_bytes if self.options.unchecked else value_of
-        for found in _samples(file):
+        for found in _samples(file, self.options):
             where = f"{file.path} sample {found.key!r}"
             members = self.options.kept(found.members)
             try:
@@ -110,18 +110,20 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
     for name, count in counts.items():
         if count < scanned and types.get(name, MIXED) != MIXED and name not in options.field_types:
             types[name] += "?"
+    # a field that later samples have first
+    types |= {n: kind for n, kind in options.field_types.items() if n not in types and kind.endswith("?")}
     source.notes.extend(_dotted_notes(counts, scanned))
     schema = options.schema(types, source.given, names=left_out)
-    keys = options.keys or _keys(source)
+    keys = options.keys or _keys(source, options)
     return WebDatasetImporter(source=source, fields=schema, options=options, keys=keys)
 
 
-def _keys(source: Source) -> str:
+def _keys(source: Source, options: ImportOptions) -> str:
     """Return "prefixed" if tars begin with equal keys, as if their writers count from 0 in every tar."""
     first = set[str]()
     for file in source.files[:_TARS_COMPARED]:
         with contextlib.suppress(SourceError):  # it is an error, or skipped, when the tar is read
-            for found in itertools.islice(_samples(file), 1):
+            for found in itertools.islice(_samples(file, options), 1):
                 if found.key in first:
                     source.notes.append(
                         f"keys are prefixed with the name of their tar, because several have the key {found.key!r}"
@@ -137,7 +139,7 @@ def _first_samples(
     """Yield the samples for inference; with `skip_bad_rows`, those before the damage of a damaged tar."""
     for file in source.files:
         try:
-            for found in _samples(file):
+            for found in _samples(file, options):
                 yield f"{file.path} sample {found.key!r}", found.members
         except SourceError:
             if not options.skip_bad_rows:
@@ -163,9 +165,9 @@ def _value_or_bytes(extension: str, kind: str, data: bytes, where: str) -> objec
         return data
 
 
-def _samples(file: SourceFile) -> Iterator[TarSample]:
+def _samples(file: SourceFile, options: ImportOptions) -> Iterator[TarSample]:
     with open_plain(file) as stream:
-        yield from tar_samples(read_members(stream, file.path), file.path)
+        yield from tar_samples(read_members(stream, file.path), file.path, options.keeps)
 
 
 def check_fields(
@@ -182,9 +184,10 @@ def check_fields(
         )
     added = next((name for name in members if name not in types), None)
     if added is not None:
+        word = shell_word(added)
         raise SourceError(
-            f"{where}: has the field {added!r}, which the samples before it do not have; remove it, or add it to "
-            "all"
+            f"{where}: has the field {added!r}, which the samples before it do not have; say its type, such as "
+            f"--schema {word}={_LIKELY.get(added, 'bytes')}?, or add it to all"
         )
 
 
@@ -203,6 +206,7 @@ def _common_type(known: str, found: str, where: str) -> str:
 # ---- Values of members
 
 
+_LIKELY = {"label": "int64", "text": "str", "meta": "json"}  # field → its type, for advice
 _INTEGERS = frozenset(["cls", "cls2", "index", "count", "id", "inx"])
 
 
