@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from shardkit.credentials import redact
 from shardkit.documents import DIGEST, parse_digest, sha256_digest, utc_text
 from shardkit.errors import (
     CommitConflict,
@@ -414,7 +415,9 @@ class Repository(CommitLog):
             changed = change(head)
             if changed is None:
                 return None
-            entry = self._entry_after(head, {**changed, "txn": txn, "message": message, "author": author})
+            entry = self._entry_after(
+                head, {**changed, "txn": txn, "message": redact(message, {}), "author": redact(author, {})}
+            )
             if self._put(entry):
                 self._seen = max(self._seen, entry.n)
                 return entry

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator
 from typing import Final, Literal
 
+from shardkit.credentials import redact
 from shardkit.errors import UsageError
 from shardkit.stores.store import place_text, scheme_of
 
@@ -37,17 +39,30 @@ _OUTER: Final[dict[Kind, tuple[Kind, str]]] = {
 """The kind inside which a folder of a kind may not be, and a pattern of its files; caches evict, runs are copied."""
 
 
+_URL: Final = re.compile("[A-Za-z][A-Za-z0-9+.-]+:/")  # also of a `Path` made of a URL
+
+
 def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
     """Refuse a local folder that holds other files or is inside a dataset; caches and runs are not inside each other.
 
     Args:
-        url: Path or URL of the folder; only local paths are checked. A missing folder is vacant.
+        url: Path or URL of the folder; of URLs only is checked that a cache or run has none. A missing folder is
+            vacant.
         kind: Intended use of the folder. A folder that is already of this kind is accepted.
 
     Raises:
         UsageError: The folder may not be used; the message names a file in it.
     """
     text = place_text(url, kind)
+    if kind in _OUTER and _URL.match(text):
+        raise UsageError(
+            f"{kind} {redact(text)}: a {kind} is a folder of this machine; give "
+            + (
+                "a path such as runs/a, and copy it to the store afterwards"
+                if kind == "run"
+                else "a folder of its local disk"
+            )
+        )
     if scheme_of(text):
         return
     path = os.path.abspath(text)

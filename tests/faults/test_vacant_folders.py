@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,28 @@ def test_only_a_vacant_folder_is_accepted(tmp_path: Path, root: Path, kind: Kind
             check_vacant(bad, kind)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "lost+found").mkdir()
-    for good in (tmp_path / "empty", tmp_path / "missing" / "folder", "s3://bucket/prefix"):
+    for good in (tmp_path / "empty", tmp_path / "missing" / "folder"):
         check_vacant(good, kind)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://u:hunter2@bucket/a", Path("s3://bucket/a"), "file:///tmp/a", "hf://datasets/a/b"]
+)
+def test_a_url_is_neither_a_cache_nor_a_run(
+    root: Path, url: str | Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder called ``s3:`` would be made in the working directory."""
+    monkeypatch.chdir(root.parent)
+    ds = shardkit.open(str(root))
+    plan = ds.plan(global_batch=5)
+    for name in ("run", "cache"):
+        setting: dict[str, Any] = {name: url}
+        with pytest.raises(UsageError, match="is a folder of this machine; give a") as caught:
+            next(iter(ds.loader(plan, **setting)))
+        assert "hunter2" not in str(caught.value)
+    check_vacant("s3://bucket/prefix", "dataset")
+    check_vacant("s3://bucket/prefix", "copy")
+    assert [one.name for one in root.parent.iterdir()] == ["root"]
 
 
 @pytest.mark.parametrize("kind", ["cache", "run"])

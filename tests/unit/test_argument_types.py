@@ -134,7 +134,7 @@ def test_values_of_another_kind_are_taken_or_refused_in_words(
 
 
 def _plus_one(sample: dict[str, Any]) -> dict[str, Any]:
-    return {"": sample[""] + 1}
+    return {"i": sample["i"] + 1}
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])
@@ -146,7 +146,7 @@ def test_a_transform_may_take_the_sample_alone(ds: shardkit.Dataset, workers: An
             plan, rank=0, world=1, tensors=False, transform=_plus_one, workers=workers, threads=2
         ) as loader,
     ):
-        assert next(iter(loader))[""].tolist() == (next(iter(plain))[""] + 1).tolist()
+        assert next(iter(loader))["i"].tolist() == (next(iter(plain))["i"] + 1).tolist()
     for wrong in (lambda: 0, lambda a, b, c: a):
         with pytest.raises(ConfigurationError, match=r"it takes \(.*\); expected transform\(sample, rng\)"):
             ds.loader(plan, rank=0, world=1, transform=wrong)

@@ -118,6 +118,16 @@ def test_resolving(tmp_path: Path) -> None:
         repository.resolve("../x")
 
 
+def test_the_log_holds_no_credential(tmp_path: Path) -> None:
+    """It is permanent, and every copy has it."""
+    repository = Repository.create(tmp_path)
+    one = repository.put_object(b"1", "manifest").digest
+    secret = "read from https://user:hunter2@host/x?sig=hunter2"
+    repository.commit({"main": one}, message=secret, author=f"Jane <jane@host.org> {secret}")
+    assert "hunter2" not in (tmp_path / "log" / "00000000000000000001.json").read_text()
+    assert repository.log()[0].author.startswith("Jane <jane@host.org> read from")
+
+
 def test_what_a_log_entry_holds(tmp_path: Path) -> None:
     repository = Repository.create(tmp_path)
     one = repository.put_object(b"1", "manifest").digest
