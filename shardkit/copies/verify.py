@@ -182,6 +182,11 @@ class _Verifier:
     def failed(self, name: str, expected: str, error: ShardkitError, *, rows: int = 0) -> None:
         self.findings.append(failed_finding(self.root, name, expected, error, rows=rows))
 
+    def failed_document(self, name: str, expected: str, error: ShardkitError) -> None:
+        """Add a finding of damage: a repair replaces a document that cannot be read, even a symbolic link."""
+        got = "nothing of that name" if isinstance(error, NotFoundError) else str(error)
+        self.findings.append(Finding(name, expected, got, f"run: shardkit repair {self.root}"))
+
     def check_log(self, repository: Repository, ref: str | None) -> None:
         """Check every entry and the chain, and set `versions` from the newest good entry."""
         store = repository.store
@@ -228,9 +233,7 @@ class _Verifier:
                 try:
                     table = row.read(store, number, repository_id)[0]
                 except ShardkitError as error:
-                    self.findings.append(
-                        _wrong_document(self.root, row.name(number), f"location table {number}", error)
-                    )
+                    self.failed_document(row.name(number), f"location table {number}", error)
         if table is None or own_name(store) != ROOT_NAME:
             return
         # an old copy, or one that does not answer, is no damage of the root
@@ -245,9 +248,7 @@ class _Verifier:
             k = None if inventory.manifest.parts else read_members(store, version)
             sets = [] if k is None else known_sets(store, inventory, k, [store])
         except ShardkitError as error:
-            self.findings.append(
-                _wrong_document(self.root, version_record_name(version), "parity of a version", error)
-            )
+            self.failed_document(version_record_name(version), "parity of a version", error)
             return
         is_root = own_name(store) == ROOT_NAME
         for one in sets:
@@ -256,9 +257,7 @@ class _Verifier:
                 if record is None:
                     raise NotFoundError(one.record_name)
             except ShardkitError as error:
-                self.findings.append(
-                    _wrong_document(self.root, one.record_name, f"parity set {one.id}", error)
-                )
+                self.failed_document(one.record_name, f"parity set {one.id}", error)
                 continue
             for position in (one.k, one.k + 1):
                 parity = record.object_at(position)
@@ -362,9 +361,3 @@ def _attestation_findings(repository: Repository, shards: list[ShardCheck]) -> l
             got = f"{look.result} at {look.time} ({look.by}, level {look.level})"
             found.append(Finding(name, "a good copy", got, f"run: shardkit repair {repository.url}"))
     return found
-
-
-def _wrong_document(root: str, name: str, expected: str, error: ShardkitError) -> Finding:
-    """Return a finding of damage: a repair replaces a document that cannot be read, even a symbolic link."""
-    got = "nothing of that name" if isinstance(error, NotFoundError) else str(error)
-    return Finding(name, expected, got, f"run: shardkit repair {root}")

@@ -296,7 +296,7 @@ class RowSpool:
     def finish(self) -> tuple[Rows, Parts | None]:
         """Return the columns, and the part with the records, or None if rows were only counted."""
         if self.folder:
-            pieces = self._run_messages(0 if self._file is None else self._file.size)
+            pieces = self._run_messages()
             if self.always_file or self._file is not None:
                 self._write(pieces)
                 assert self._file is not None
@@ -352,7 +352,7 @@ class RowSpool:
             self._flush_rows()
         held = self._run_bytes + self._rows_bytes
         if held and held + size > (RUN_BYTES if self.run_bytes is None else self.run_bytes):
-            self._write(self._run_messages(0 if self._file is None else self._file.size))
+            self._write(self._run_messages())
 
     def _flush_rows(self) -> None:
         """Turn the rows that were added singly into a record batch."""
@@ -370,8 +370,9 @@ class RowSpool:
             self._file.write(message)
         self._broken = False
 
-    def _run_messages(self, offset: int) -> Iterator[bytes | memoryview]:
+    def _run_messages(self) -> Iterator[bytes | memoryview]:
         """Yield the run as IPC messages, in the order of the layout, and record where its rows are."""
+        offset = 0 if self._file is None else self._file.size
         if not offset:
             head = self._arrow.serialize()
             offset += len(head)
