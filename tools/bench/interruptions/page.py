@@ -64,7 +64,11 @@ def rows_of_counts(result: dict[str, Any]) -> list[str]:
         if not runs:
             continue
         numbers = [span([run.get(name, 0) for run in counted]) if counted else "" for name in COUNTS]
-        equal = f"{span([run['equal_steps'] for run in counted])} of {counted[0]['steps']}" if counted else ""
+        equal = (
+            " of ".join(span([run[key] for run in counted]) for key in ("equal_steps", "steps"))
+            if counted
+            else ""
+        )
         if result["random"]:
             kinds = f"random by design ({len(runs)})"
         else:

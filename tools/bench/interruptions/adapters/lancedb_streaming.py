@@ -7,8 +7,11 @@ lancedb starts a thread when it is imported, so that each rank imports it itself
 # the package is in an environment of its own
 from __future__ import annotations
 
+import multiprocessing
+
+import lance_namespace  # noqa: F401  before the ranks are forked, as torch
 import pyarrow as pa
-import torch  # noqa: F401  before the ranks are forked
+import torch  # noqa: F401
 
 from bench.interruptions.samples import COLLECTIONS, GLOBAL_BATCH, SEQUENCE, STEPS, Adapter, documents
 
@@ -30,7 +33,7 @@ class Loader(Adapter):
         "mixture": "no weighted mixture",
         "workers": "see the row with workers",
     }
-    imported_by_ranks = ("lancedb", "lance", "lance_namespace")
+    imported_by_ranks = ("lancedb", "lance")
     workers = 0
 
     @staticmethod
@@ -61,7 +64,11 @@ class Loader(Adapter):
             table, num_splits=GLOBAL_BATCH, shuffle=not job.validates, shuffle_seed=job.seed, epoch=epoch,
             rank=job.rank, world_size=job.world, **(pack if job.collection == "text" else {}),
         )  # fmt: skip
-        context = {"multiprocessing_context": "spawn"} if job.workers else {}
+        context = {}
+        if job.workers:
+            # the server starts workers of both epochs and needs no lancedb, whose threads are not safe to fork
+            multiprocessing.set_forkserver_preload(["torch", "lance_namespace"])
+            context = {"multiprocessing_context": "forkserver"}
         self.loader = StreamingDataLoader(self.data, batch_size=job.batch, num_workers=job.workers, **context)
 
     def restore(self, states):

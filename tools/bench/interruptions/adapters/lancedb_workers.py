@@ -1,4 +1,4 @@
-"""LanceDB with worker processes, which its documentation has spawned."""
+"""LanceDB with worker processes, started by a fork server, as its warning about forks advises."""
 
 # mypy: ignore-errors
 # the package is in an environment of its own
