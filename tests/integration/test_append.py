@@ -211,3 +211,34 @@ def test_a_longer_version_passes_every_check_of_a_fresh_one(tmp_path: Path) -> N
         version = load_manifest(repository, repository.resolve(ref))
         plan = shardkit.open(f"{tmp_path}@{ref}").plan(global_batch=16)
         assert plan.steps_per_epoch == version.manifest.selected // 16
+
+
+APPENDED = [
+    ("jsonl", ['{"id": "a", "x": 1}', '{"id": "b"}'], ['{"x": 2, "id": "c"}'], [1, None, 2]),
+    ("jsonl", ['{"id": "a", "x": 1}', '{"id": "b"}'], ['{"id": "c", "x": null}'], [1, None, None]),
+    ("jsonl", ['{"id": "a", "x": 1}', '{"id": "b"}'], ['{"id": "c"}'], [1, None, None]),
+    ("jsonl", ['{"id": "a", "x": 0.5}'], ['{"id": "c", "x": 2}'], [0.5, 2.0]),
+    ("csv", ["id,x", "a,01234", "b,"], ["x,id", "10115,c"], ["01234", "", "10115"]),
+    ("csv", ["id,x", "a,1.5", "b,"], ["id,x", "c,2"], [1.5, None, 2.0]),
+]
+
+
+@pytest.mark.parametrize(("suffix", "first", "second", "values"), APPENDED)
+def test_appended_files_take_the_types_and_the_order_of_the_version(
+    tmp_path: Path, suffix: str, first: list[str], second: list[str], values: list[object]
+) -> None:
+    for number, lines in enumerate((first, second)):
+        (tmp_path / f"{number}.{suffix}").write_text("\n".join(lines) + "\n")
+        shardkit_tools.build(
+            tmp_path / f"{number}.{suffix}", tmp_path / "root", append=number > 0, shuffle=False
+        )
+    ds = shardkit.open(tmp_path / "root")
+    assert (list(ds.schema), [sample["x"] for sample in ds]) == (["id", "x"], values)
+
+
+def test_appended_values_that_do_not_fit_the_version_are_named(tmp_path: Path) -> None:
+    (tmp_path / "0.jsonl").write_text('{"x": 1}\n')
+    (tmp_path / "1.jsonl").write_text('{"x": 2}\n{"x": 0.5}\n')
+    shardkit_tools.build(tmp_path / "0.jsonl", tmp_path / "root")
+    with pytest.raises(ShardkitError, match=r"1\.jsonl line 2: field 'x' \(int64\) cannot take float 0\.5"):
+        shardkit_tools.build(tmp_path / "1.jsonl", tmp_path / "root", append=True)

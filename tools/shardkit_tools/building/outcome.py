@@ -26,7 +26,7 @@ from shardkit.stores.file_operations import explained
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.console import bytes_text
 from shardkit_tools.importers import Importer, ImportOptions
-from shardkit_tools.importers.protocol import DecodedRows, SourceTask, decode, ignore_file
+from shardkit_tools.importers.protocol import DecodedRows, FileImporter, SourceTask, decode, ignore_file
 from shardkit_tools.importers.source_kinds import find_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
@@ -354,7 +354,33 @@ def open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
         return settings.source, ()
     options = settings.options or ImportOptions(skip_bad_rows=settings.skips)
     options = dataclasses.replace(options, unchecked=settings.apply is not None)
-    return find_source(os.fspath(settings.source), settings.from_, options)
+    source = os.fspath(settings.source)
+    importer, notes = find_source(source, settings.from_, options)
+    held = version_of_ref(settings.root, settings.ref) if settings.append else None
+    is_changed = settings.apply or settings.tokenizer or settings.output_schema or settings.pack
+    if held is None or is_changed:
+        return importer, notes
+    types = _stored_types(importer, held.schema)
+    if types:
+        options = dataclasses.replace(options, field_types={**types, **options.field_types})
+        importer, notes = find_source(source, settings.from_, options)
+    return importer.in_order(held.schema), notes
+
+
+def _stored_types(importer: FileImporter, held: Schema) -> dict[str, str]:
+    """Return the types of a version for the fields of a source whose inferred types differ; rows must fit them.
+
+    Fields that are optional in the version may be missing in every row of a source whose rows have their own fields.
+    """
+    stored = {importer.options.rename.get(name, name): name for name in importer.fields}
+    types = {
+        stored[name]: str(kind)
+        for name, kind in held.items()
+        if name in stored and importer.fields[stored[name]] != kind
+    }
+    if importer.has_own_fields:
+        types |= {name: str(kind) for name, kind in held.items() if name not in stored and kind.optional}
+    return types
 
 
 def apply_transforms(importer: Importer, settings: BuildSettings) -> Importer:

@@ -34,6 +34,7 @@ from shardkit_tools.importers.line_ranges import (
     cut_lines,
     holds_plain_rows,
     holds_unquoted_rows,
+    rest_as_failure,
     rows_to_infer,
 )
 from shardkit_tools.importers.protocol import (
@@ -46,7 +47,6 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
-    rest_as_failure,
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_each, open_plain
 

@@ -24,7 +24,7 @@ from shardkit.errors import SourceError
 from shardkit.extras import shell_word
 from shardkit.formats.strict_json import parse_json
 from shardkit_tools.importers.json_arrays import read_array
-from shardkit_tools.importers.line_ranges import cut_lines, read_lines, rows_to_infer
+from shardkit_tools.importers.line_ranges import cut_lines, read_lines, rest_as_failure, rows_to_infer
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
@@ -37,7 +37,6 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
     array_note,
-    rest_as_failure,
 )
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 
@@ -50,6 +49,7 @@ class JsonLinesImporter(FileImporter):
     """Files of JSON lines, or of one array of objects, as a source."""
 
     name: ClassVar[str] = "jsonl"
+    has_own_fields: ClassVar[bool] = True
     types: Mapping[str, str]
     arrays: frozenset[str]
     """Names of files that hold one JSON array of objects."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import BinaryIO
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.protocol import SourceFile, SourceTask
+from shardkit_tools.importers.protocol import SampleStream, SourceFailure, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import (
     group_files,
     is_compressed,
@@ -71,6 +71,14 @@ def whole_lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
                 f"{path}: a line is longer than {_MAX_LINE_BYTES} bytes; is it a file of lines?"
             )
         yield line
+
+
+def rest_as_failure(file: SourceFile, rows: SampleStream) -> SampleStream:
+    """Yield the rows of a file; an error that ends them is the failure of row -1, so that other files are read."""
+    try:
+        yield from rows
+    except SourceError as error:
+        yield SourceFailure(file.name, -1, error)
 
 
 def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[int, int]]:

@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 
 from shardkit.dataset.arrow_columns import sample_batch
 from shardkit.dataset.encoding import RowOrigin
-from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError, UsageError
+from shardkit.errors import SampleError, SchemaError, ShardkitError, UsageError
 from shardkit.extras import shell_word
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema
 
@@ -294,14 +294,6 @@ class SourceFailure:
     error: ShardkitError
 
 
-def rest_as_failure(file: SourceFile, rows: SampleStream) -> SampleStream:
-    """Yield the rows of a file; an error that ends them is the failure of row -1, so that other files are read."""
-    try:
-        yield from rows
-    except SourceError as error:
-        yield SourceFailure(file.name, -1, error)
-
-
 def row_name(row: SourceSample | SourceFailure, paths: Mapping[str, str]) -> str:
     """Describe a row by file, number and key, for messages; `paths` maps file names to paths."""
     if isinstance(row, SourceSample) and row.where:
@@ -425,6 +417,8 @@ class FileImporter:
         False  # every file is read once as a whole and passed to the `FileObserver`
     )
 
+    has_own_fields: ClassVar[bool] = False  # each row names its fields, so that all may lack an optional one
+
     source: Source  # the files
     options: ImportOptions  # options of the user
     fields: Schema  # fields of every sample, under their names in the source
@@ -447,6 +441,16 @@ class FileImporter:
     def classes(self) -> tuple[str, ...]:
         """Names of the label values; empty if the field is left out or renamed."""
         return self.labels if self._stored_names.get("label") == "label" else ()
+
+    def in_order(self, names: Iterable[str]) -> Self:
+        """Return the importer with its fields in an order of stored names; the same one if these are not its fields."""
+        sources = {self._stored_names[name]: name for name in self.fields}
+        order = list(names)
+        if set(order) != set(sources) or order == list(sources):
+            return self
+        return replace(
+            self, fields=SourceSchema({sources[name]: self.fields[sources[name]] for name in order})
+        )
 
     def files(self) -> Sequence[SourceFile]:
         return self.source.files

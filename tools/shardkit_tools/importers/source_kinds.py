@@ -81,7 +81,9 @@ def open_source(source: str, kind: str | None = None, options: ImportOptions | N
     return find_source(source, kind, options or ImportOptions())[0]
 
 
-def find_source(source: str, kind: str | None, options: ImportOptions) -> tuple[Importer, tuple[str, ...]]:
+def find_source(
+    source: str, kind: str | None, options: ImportOptions
+) -> tuple[FileImporter, tuple[str, ...]]:
     """Do `open_source`, and also return notes on files that were left out."""
     if kind is not None:
         check_kind(kind)

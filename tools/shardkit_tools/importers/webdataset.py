@@ -50,6 +50,7 @@ class WebDatasetImporter(FileImporter):
     """Tars as a source, each one task: a tar can only be read from its start."""
 
     name: ClassVar[str] = "webdataset"
+    has_own_fields: ClassVar[bool] = True
     keys: str  # "source", "prefixed" or "none"
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
