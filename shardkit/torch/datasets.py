@@ -234,9 +234,12 @@ class PlanDataset(IterableDataset[Batch]):
         elif self._plan.parent is None:
             step = epoch * self._plan.loop_steps
         else:  # epochs of an amended plan differ in length
-            for _ in range(epoch):
+            for number in range(epoch):
+                if step > self._plan.from_step:  # later ones have one length
+                    step += (epoch - number) * self._plan.loop_steps
+                    break
                 step = self._plan.epoch_bounds(step)[1]
-        self._move(step)
+        self._move(check_step("step", step))
 
     def seek(self, step: int) -> None:
         """Begin the next loop at `step`, counted over the whole run.

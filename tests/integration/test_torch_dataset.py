@@ -197,6 +197,22 @@ def test_a_validation_loop_begins_its_epoch_again(ds: shardkit.Dataset, referenc
             assert _take(loader, 2) == reference[STEPS : STEPS + 2]
 
 
+@pytest.mark.parametrize("from_step", [STEPS // 2, STEPS, 2 * STEPS + 1])
+def test_far_epochs_of_amended_plans_are_found_at_once(ds: shardkit.Dataset, from_step: int) -> None:
+    plan = _plan(ds).amend(skip=(from_step, from_step + 1), from_step=from_step)
+    data, step = shardkit.torch.dataset(ds, plan), 0
+    for epoch in range(8):
+        data.seek(10**6)
+        data.set_epoch(epoch)
+        assert (data.state_dict()["step"], data.epoch) == (step, epoch)
+        step = plan.epoch_bounds(step)[1]
+    data.set_epoch(10**12)
+    assert data.epoch == 10**12
+    for wrong in (_data(ds), data):
+        with pytest.raises(StateError, match="steps count from 0"):
+            wrong.set_epoch(2**62 - 1)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 5, 10, 11])
 def test_stateful_data_loader_resumes(
