@@ -6,6 +6,7 @@ import os
 import tempfile
 import unicodedata
 from pathlib import Path
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -353,3 +354,11 @@ def test_links_to_nothing_and_files_without_rights_can_be_left_out(tmp_path: Pat
         ["1.png"],
         {"2.png": "what cannot be read"},
     )
+
+
+def test_names_that_look_like_patterns_and_urls_of_files(tmp_path: Path) -> None:
+    folder = tmp_path / "v[1] 100%"
+    folder.mkdir()
+    (folder / "1.png").write_bytes(PNG)
+    sources = [f"{folder}", f"{folder}/*.png", f"file://{folder}", f"file://{quote(str(folder))}/1.png"]
+    assert [[file.name for file in list_source(source).files] for source in sources] == [["1.png"]] * 4

@@ -386,3 +386,14 @@ def test_a_batch_of_parquet_is_bounded_by_bytes(tmp_path: Path) -> None:
     sizes = [one.batch.nbytes for one in found if isinstance(one, DecodedRows)]
     assert sum(sizes) >= 100 << 20
     assert max(sizes) <= 20 << 20
+
+
+def test_keys_of_a_table_are_prefixed_or_left_out(tmp_path: Path) -> None:
+    for name in "ab":
+        table = pa.table({"__key__": ["k", "l"], "x": [1, 2]})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    wanted = {"source": ["k", "l"] * 2, "prefixed": ["a/k", "a/l", "b/k", "b/l"], "none": [None] * 4}
+    for keys, expected in wanted.items():
+        rows = read_all(open_source(str(tmp_path), options=ImportOptions(keys=keys)))
+        assert [row.key for row in rows] == expected
+        assert [row.sample for row in rows] == [{"x": 1}, {"x": 2}] * 2

@@ -191,8 +191,7 @@ def find_files(given: Sequence[str | os.PathLike[str]], options: ImportOptions) 
 
 
 def _list_source(given: str, options: ImportOptions) -> Source:
-    local = given[7:] if given.lower().startswith("file:///") else given
-    source = list_source(pinned_url(local), skip=options.skip_bad_rows, follow_links=options.follow_links)
+    source = list_source(pinned_url(given), skip=options.skip_bad_rows, follow_links=options.follow_links)
     for file in source.files:
         if is_url(file.path):
             split_url(file.path)  # refuses credentials: the URL is recorded

@@ -60,7 +60,7 @@ def build(
         str,
         _SOURCE(
             "--keys source|prefixed|none",
-            "Of tars: keys as they are, with the tar's name before them, or generated; default: prefixed where the "
+            "Of tars, and tables with a column __key__: keys as they are, after the file's name, or generated; default: prefixed where the "
             "first keys of several tars are equal.",
         ),
     ] = "",

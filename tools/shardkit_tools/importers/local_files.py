@@ -150,9 +150,15 @@ def matches(
 ) -> Iterator[SourceFile]:
     """Yield the files of a glob, checked as by `walk`; names are relative to the folder before the first wildcard."""
     parts = pattern.split("/")
-    literal = parts[: next(n for n, part in enumerate(parts) if WILDCARDS.intersection(part))]
+    literal: list[str] = []
+    for part in parts[:-1]:
+        # a folder may be called "v[1]"
+        if WILDCARDS.intersection(part) and ("*" in part or not os.path.isdir("/".join([*literal, part]))):
+            break
+        literal.append(part)
     root = "/".join(literal) or ("/" if pattern.startswith("/") else ".")
-    found = [path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path)]
+    escaped = "/".join([*map(glob.escape, literal), *parts[len(literal) :]])
+    found = [path for path in glob.glob(escaped, recursive=True) if not os.path.isdir(path)]
     if not found:
         raise NotFoundError(f"{pattern}: no file matches the pattern; quote it, and check it with ls")
     named = [_Folder(_below(path, root), path, ()) for path in found]

@@ -56,8 +56,8 @@ class ImportOptions:
         encoding: encoding of CSV; "": UTF-8, or UTF-16 if the file begins with its byte-order mark.
         quote: what encloses cells of CSV: '"', or "none" if quotes are plain characters; "": '"', except for TSV
             whose quotes do not enclose cells.
-        keys: keys of samples in tars: "source"; "prefixed" with the name of the tar; "none": generated; "":
-            "prefixed" if the first keys of several tars are equal, otherwise "source".
+        keys: keys of samples in tars, and in tables with a column of keys: "source"; "prefixed" with the name of the
+            file; "none": generated; "": "prefixed" if the first keys of several tars are equal, otherwise "source".
         check: "decode": pictures of a folder are decoded, so that damaged ones are found; "": only their first
             bytes are checked.
         follow_links: symbolic links out of the source, and to folders, are followed.
@@ -216,12 +216,12 @@ def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, s
     """Split each text at its last equals sign and return a mapping.
 
     Raises:
-        UsageError: A text has no name or no value.
+        UsageError: A text has no equals sign or no value.
     """
     pairs = {}
     for text in texts:
-        name, _, value = text.rpartition("=")
-        if not (name and value):
+        name, equals, value = text.rpartition("=")
+        if not (equals and value):
             raise UsageError(f"{option} {text!r}: expected {expected}")
         pairs[name] = value
     return pairs

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar, cast
+from urllib.parse import unquote
 
 from shardkit.errors import NotFoundError, SourceError
 from shardkit.formats.compression import ZstdError, new_decompressor
@@ -88,6 +89,7 @@ def list_source(source: str, *, skip: bool = False, follow_links: bool = False) 
         SourceError: The source holds no files, or something that is not imported.
     """
     left_out: dict[str, str] = {}
+    source = unquote(source[7:]) if source.lower().startswith("file:///") else source
     if is_url(source):
         from shardkit_tools.importers.remote_files import list_url
 

@@ -7,25 +7,25 @@ data files and the types of the columns.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as pads
+import pyarrow.compute as pc
 import pyarrow.ipc
 
 from shardkit.errors import SourceError
 from shardkit.formats.foreign_blocks import INT96_UNIT, column_leaves, parquet_file
-from shardkit.formats.foreign_columns import is_media
+from shardkit.formats.foreign_columns import is_media, plain_column
 from shardkit.formats.schema import KEY_FIELD
 from shardkit.formats.strict_json import parse_json
 from shardkit_tools.importers.arrow_types import flat_batch, flat_schema, table_schema
 from shardkit_tools.importers.arrow_values import batch_samples, conform_batch, null_columns
+from shardkit_tools.importers.hive_partitions import hive_partitions, with_partitions
 from shardkit_tools.importers.protocol import (
     DecodedStream,
     FileImporter,
@@ -39,6 +39,7 @@ from shardkit_tools.importers.protocol import (
 )
 from shardkit_tools.importers.source_files import (
     check_suffixes,
+    file_stem,
     is_url,
     open_each,
     open_file,
@@ -46,7 +47,6 @@ from shardkit_tools.importers.source_files import (
 )
 
 _TASK_BYTES = 64 << 20
-_HIVE = re.compile(r"(?:^|/)([^/=]+)=[^/]*(?=/)")  # name of a partition column, before its value
 _BATCH_ROWS = 4096
 _BATCH_BYTES = 16 << 20
 
@@ -77,55 +77,28 @@ class TableImporter(FileImporter):
                 for name, value in self.partitions.get(task.files[0].name, {}).items():
                     if name not in batch.schema.names:
                         batch = batch.append_column(name, pa.repeat(value, batch.num_rows))
-                yield batch, row
+                yield self._with_keys(batch, task.files[0]), row
             row += found.num_rows
+
+    def _with_keys(self, batch: Any, file: SourceFile) -> Any:
+        """Return a batch whose column of keys, if it has one, is as `ImportOptions.keys` says."""
+        place = batch.schema.get_field_index(KEY_FIELD)
+        if place < 0 or self.options.keys in ("", "source"):
+            return batch
+        if self.options.keys == "none":
+            return batch.remove_column(place)
+        keys = plain_column(batch.column(place)).cast(pa.string())
+        return batch.set_column(
+            place, KEY_FIELD, pc.binary_join_element_wise(file_stem(file.name), keys, "/")
+        )
+
+    def _settings(self) -> dict[str, object]:
+        keys = self.options.keys
+        return {**super()._settings(), **({} if keys in ("", "source") else {"keys": keys})}
 
     def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
         """Yield the record batches of the pieces ``start`` to ``stop``, or to the end if `stop` is None."""
         raise NotImplementedError
-
-
-def _hive_partitions(source: Source, options: ImportOptions) -> dict[str, dict[str, Any]]:
-    """Return file → column → value of folders such as ``lang=de/``, as pyarrow reads them.
-
-    Columns whose values are all integers are int64, unless the user gives a type; others are texts.
-    """
-    names = [file.name for file in source.files]
-    columns = dict.fromkeys(name for path in names for name in _HIVE.findall(path))
-    if not columns:
-        return {}
-    layout = pads.HivePartitioning(pa.schema([(name, pa.string()) for name in columns]))
-    found = [pads.get_partition_keys(layout.parse(path)) for path in names]
-    partitions: dict[str, dict[str, Any]] = {path: {} for path in names}
-    for name in columns:
-        values = pa.array([one.get(name) for one in found], pa.string())
-        if name not in options.field_types:
-            with suppress(pa.ArrowInvalid):
-                values = values.cast(pa.int64())
-        for path, one, value in zip(names, found, values, strict=True):
-            if one.get(name) is not None:
-                partitions[path][name] = value
-    return partitions
-
-
-def _with_partitions(
-    source: Source, schemas: Sequence[Any], partitions: Mapping[str, Mapping[str, Any]]
-) -> list[Any]:
-    """Return schemas with the partition columns that the files do not have themselves."""
-    return [
-        pa.schema(
-            [
-                *schema,
-                *(
-                    pa.field(name, value.type)
-                    for name, value in partitions.get(file.name, {}).items()
-                    if name not in schema.names
-                ),
-            ],
-            schema.metadata,
-        )
-        for file, schema in zip(source.files, schemas, strict=True)
-    ]
 
 
 def _make_tasks(
@@ -165,8 +138,8 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
     def nulls(schema: Any, wanted: Collection[str]) -> set[str]:
         return _null_columns(source, footers, wanted, options)
 
-    partitions = _hive_partitions(source, options)
-    schemas = _with_partitions(source, [one for one, _ in footers], partitions)
+    partitions = hive_partitions(source, options)
+    schemas = with_partitions(source, [one for one, _ in footers], partitions)
     schema, classes = table_schema(source, options, schemas, nulls)
     names = {name: None for one in schemas for name in flat_schema(one, options).names}
     wanted = tuple(name for name in names if name in schema or name == KEY_FIELD)
@@ -358,8 +331,8 @@ def _open_tables(
             wanted
         )
 
-    partitions = _hive_partitions(source, options)
-    whole = _with_partitions(source, schemas, partitions)
+    partitions = hive_partitions(source, options)
+    whole = with_partitions(source, schemas, partitions)
     schema, classes = table_schema(source, options, whole, nulls, features)
     return kind(
         source=source,

@@ -71,6 +71,8 @@ def _open_token_file(file: SourceFile, options: ImportOptions) -> ArrayFile:
     dtype = np.dtype(options.dtype).newbyteorder("<")
     with open_file(file):  # refuses files that are not there themselves
         pass
+    if not file.size:
+        raise SourceError(f"{file.path}: an empty file; write it again, or leave it out: --on-error skip")
     rows = file.size // (dtype.itemsize * options.row)
     if not rows:
         raise SourceError(
