@@ -60,8 +60,8 @@ def build(
         str,
         _SOURCE(
             "--keys source|prefixed|none",
-            "Of tars, and tables with a column __key__: keys as they are, after the file's name, or generated; default: prefixed where the "
-            "first keys of several tars are equal.",
+            "Of tars, and of tables with a column __key__: keys as they are, with the file's name before them, or "
+            "generated; default: prefixed where the first keys of several tars are equal.",
         ),
     ] = "",
     check: Annotated[Literal["", "decode"], options.CHECK] = "",
