@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from typing import NoReturn
 
 from shardkit.errors import SourceError
@@ -14,7 +15,7 @@ def parse_json(data: bytes, where: str) -> object:
     Duplicate keys are refused: parsers keep the first or the last, so a value would be lost silently.
     """
     try:
-        return JSON_DECODER.decode(data.decode("utf-8-sig"))
+        return JSON_DECODER.decode(data.removeprefix(BOM_UTF8).decode())
     except UnicodeDecodeError as error:
         raise SourceError(f"{where}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from error
     except (ValueError, RecursionError) as error:

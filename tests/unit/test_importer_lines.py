@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import math
@@ -138,7 +139,11 @@ def test_compressed_lines(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(data))
     compressor = zstandard.ZstdCompressor()
     (tmp_path / "2.jsonl.zst").write_bytes(compressor.compress(data) + compressor.compress(data))
-    assert [row.sample["a"] for row in check_importer(open_source(str(tmp_path)))] == [1, 2, 1, 2, 1, 2]
+    (tmp_path / "3.jsonl.bz2").write_bytes(bz2.compress(data) + bz2.compress(data))
+    assert [row.sample["a"] for row in check_importer(open_source(str(tmp_path)))] == [1, 2] * 5
+    (tmp_path / "3.jsonl.bz2").write_bytes(bz2.compress(data)[:-9])
+    with pytest.raises(SourceError, match=r"3\.jsonl\.bz2: cannot be decompressed"):
+        open_source(str(tmp_path))
     (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(data)[:-9])
     with pytest.raises(SourceError, match=r"1\.jsonl\.gz: cannot be decompressed"):
         open_source(str(tmp_path))

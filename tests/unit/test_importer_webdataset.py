@@ -335,6 +335,14 @@ def test_a_field_that_begins_late_is_taken_as_the_message_says(
     assert [member in row.sample for row in rows] == [False, False, False, True]
 
 
+def test_labels_of_selinux_are_harmless(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("1.txt")
+        info.pax_headers = {"RHT.security.selinux": "unconfined_u:object_r:default_t:s0"}
+        tar.addfile(info, io.BytesIO())
+    assert len(read_all(open_source(str(tmp_path)))) == 1
+
+
 @pytest.mark.parametrize("extension", ["pkl", "emb.pth", "npz", "msgpack"])
 def test_members_that_are_not_read_can_be_left_out(tmp_path: Path, extension: str) -> None:
     path = write_tar(tmp_path / "a.tar", {"1.jpg": b"A", f"1.{extension}": b"?"})

@@ -25,7 +25,7 @@ from shardkit.formats.compression import ZstdError, new_decompressor
 from shardkit_tools.importers.local_files import WILDCARDS, matches, regular_file, unreadable, walk
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
 
-_PACKED = (".gz", ".zst", ".xz")
+_PACKED = (".gz", ".zst", ".xz", ".bz2")
 _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
 _FRAME_PIECE = 4 << 10  # decompresses to about 128 MiB at most
 _TASK_BYTES = 64 << 20
@@ -232,7 +232,7 @@ def text_of(data: bytes, where: str, advice: str) -> str:
 
 
 def open_plain(file: SourceFile) -> BinaryIO:
-    """Open a file; ``.gz``, ``.tgz``, ``.zst`` and ``.xz`` are decompressed, and not seekable."""
+    """Open a file; ``.gz``, ``.tgz``, ``.zst``, ``.xz`` and ``.bz2`` are decompressed, and not seekable."""
     stream = open_file(file)
     kind = file.name.lower().rpartition(".")[2]
     return open_packed(stream, kind, file.path) if is_compressed(file) else stream

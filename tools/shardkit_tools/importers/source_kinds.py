@@ -55,8 +55,9 @@ _TEXTS = frozenset((
 
 # Containers of samples in formats that are not read; a sample of each whole file is hardly meant.
 _UNREAD = re.compile(
-    "(?:tfrecords?|h5|hdf5|zip|7z|rar|lmdb|mdb|pt|pth|pkl|pickle|beton|zarr|orc|avro|xlsx?|sqlite|db)(?![a-z0-9])"
+    "(?:tfrecords?|h5|hdf5|zip|7z|rar|lz4|tbz2?|lmdb|mdb|pt|pth|pkl|pickle|beton|zarr|orc|avro|xlsx?|sqlite|db)(?![a-z0-9])"
 )
+_CHUNK = re.compile(r"(?:^|/)chunk-\d+-\d+(?:\.\w+)?\.bin$")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NESTED = ("parquet", "arrow", "jsonl", "huggingface")
 _WITH_AN_INDEX = ("huggingface", "mds")
@@ -178,6 +179,11 @@ def detect(source: Source) -> str:
     """
     if index := _index_of(source):
         return index
+    if chunk := next((file.path for file in source.files if _CHUNK.search(file.name)), None):
+        raise SourceError(
+            f"{chunk}: a chunk of LitData, which is not read; write the samples to Parquet or tars with litdata, or "
+            "keep each file as one sample of bytes with --from folder"
+        )
     suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
     if any(map(media_of, suffixes)):
         suffixes = {suffix: file for suffix, file in suffixes.items() if not is_metadata(file.name)}

@@ -38,7 +38,7 @@ _REFUSED_TYPES = {
 _HARMLESS_PAX = frozenset(
     {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment", "LIBARCHIVE.creationtime"}
 )
-_HARMLESS_PAX_PREFIXES = ("SCHILY.", "LIBARCHIVE.xattr.")
+_HARMLESS_PAX_PREFIXES = ("SCHILY.", "LIBARCHIVE.xattr.", "RHT.security.")
 
 
 TEXTS = frozenset(["txt", "text", "transcript"])
