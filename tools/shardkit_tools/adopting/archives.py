@@ -11,18 +11,9 @@ from shardkit.errors import FormatError, SourceError
 from shardkit.formats.foreign_blocks import foreign_block
 from shardkit_tools.adopting.arrays import check_array
 from shardkit_tools.adopting.encoded_blocks import MAX_WHOLE_BYTES, check_block_size
-from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
-    AdoptTask,
-    FilledFiles,
-    Report,
-    ScannedBlocks,
-    ScannedFile,
-    read_some,
-    stat_source,
-)
+from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, FilledFiles, Report, ScannedFile
+from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.numpy_archives import ArchiveImporter, stored_spans
-from shardkit_tools.importers.source_files import open_file
 
 
 @dataclass(frozen=True)
@@ -48,10 +39,10 @@ class Archives(FilledFiles):
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read an archive from start to end; memory holds the archive."""
         assert not axes, "the rows of an archive are one stratum"
-        file, before, arrays = task.file, stat_source(task.file), self.importer.archives[task.file]
+        file, arrays = task.file, self.importer.archives[task.file]
         rows = arrays[0].header.shape[0]
-        with ScannedBlocks() as blocks, open_file(file) as stream:
-            data = read_some(stream, file.size + 1, file.path)
+        with FilePass(task=task) as blocks:
+            data = blocks.read(file.size + 1)
             spans = stored_spans(data, arrays)
             if spans is None:
                 raise SourceError(
@@ -69,11 +60,9 @@ class Archives(FilledFiles):
             blocks.add_tail(data[last:])
             report(rows, len(data))
         size = sum(one.header.row_bytes for one in arrays) * rows
-        scanned = blocks.numbered(
-            task,
+        scanned = blocks.scanned(
             self.schema,
             rows,
-            before,
             encoding="npz",
             common=np.empty(0, np.uint8),
             block_raw_size=np.array([size], np.uint64),

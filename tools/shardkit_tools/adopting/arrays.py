@@ -10,18 +10,9 @@ import numpy as np
 
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats import FieldType
-from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
-    AdoptTask,
-    FilledFiles,
-    Report,
-    ScannedBlocks,
-    ScannedFile,
-    read_some,
-    stat_source,
-)
+from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, FilledFiles, Report, ScannedFile
+from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.numpy_arrays import ArrayFile, NumpyImporter, read_header
-from shardkit_tools.importers.source_files import open_file
 
 
 @dataclass(frozen=True)
@@ -48,20 +39,20 @@ class Arrays(FilledFiles):
         assert not axes, "the rows of an array are one stratum"
         array = self.importer.arrays[task.file]
         rows, row_bytes = array.header.shape[0], array.header.row_bytes
-        block_rows, before = max(1, block_bytes // row_bytes), stat_source(task.file)
-        with ScannedBlocks() as blocks, open_file(task.file) as stream:
-            blocks.add_head(self._head(array, read_some(stream, array.header.offset, task.file.path)))
+        block_rows = max(1, block_bytes // row_bytes)
+        with FilePass(task=task) as blocks:
+            blocks.add_head(self._head(array, blocks.read(array.header.offset)))
             report(0, blocks.head_size)
             for count in _counts(rows, block_rows):
-                data = read_some(stream, count * row_bytes, task.file.path)
+                data = blocks.read(count * row_bytes)
                 if len(data) != count * row_bytes:
                     raise SourceError(f"{task.file.path}: it ends inside of its rows; write it again")
                 if array.header.dtype == "|b1" and data.translate(None, b"\x00\x01"):
                     raise SourceError(f"{task.file.path}: a bool is neither 0 nor 1; {BUILD_INSTEAD}")
                 blocks.add(data, count)
                 report(count, len(data))
-            blocks.add_tail(read_some(stream, row_bytes, task.file.path))
-        return blocks.numbered(task, self.schema, block_rows, before)
+            blocks.add_rest(report)
+        return blocks.scanned(self.schema, block_rows)
 
     @staticmethod
     def _head(array: ArrayFile, data: bytes) -> bytes:

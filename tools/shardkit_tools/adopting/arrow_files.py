@@ -24,20 +24,12 @@ from shardkit_tools.adopting.encoded_blocks import (
     EncodedBlocks,
     TableFiles,
 )
-from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
-    AdoptTask,
-    Report,
-    ScannedBlocks,
-    ScannedFile,
-    read_some,
-    stat_source,
-)
+from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, Report, ScannedFile
+from shardkit_tools.adopting.scanned_blocks import FilePass, read_some
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_file
 from shardkit_tools.importers.tables import ArrowImporter, open_ipc
 
-_PIECE_BYTES = 1 << 20
 _BATCH_ROWS = 4096
 
 
@@ -68,11 +60,11 @@ class ArrowFiles(TableFiles):
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read a file from start to end; memory holds one record batch, decoded, and the index."""
         assert not axes, "the rows of an Arrow file are one stratum"
-        file, before, places = task.file, stat_source(task.file), self.messages[task.file]
+        file, places = task.file, self.messages[task.file]
         batches = [place for place in places if place.head.rows]
         common, schema = b"", pa.schema([])
-        with ScannedBlocks() as blocks, open_file(file) as stream:
-            head = read_some(stream, batches[0].start, file.path)
+        with FilePass(task=task) as blocks:
+            head = blocks.read(batches[0].start)
             blocks.add_head(head)
             report(0, len(head))
             common = b"".join(
@@ -86,14 +78,12 @@ class ArrowFiles(TableFiles):
             for number, (place, end) in enumerate(zip(batches, ends, strict=True)):
                 what = f"record batch {number}"
                 found.check_size(what, end - place.start)
-                data = read_some(stream, end - place.start, file.path)
+                data = blocks.read(end - place.start)
                 blocks.add(data, place.head.rows)
                 self._decode(found, what, common, schema, memoryview(data), place.head.rows)
                 report(place.head.rows, len(data))
-            while tail := read_some(stream, _PIECE_BYTES, file.path):
-                blocks.add_tail(tail)
-                report(0, len(tail))
-        return found.scanned("arrow", blocks, common, before)
+            blocks.add_rest(report)
+        return found.scanned("arrow", blocks, common)
 
     def _decode(
         self, found: EncodedBlocks, what: str, common: bytes, schema: pa.Schema, data: memoryview, rows: int

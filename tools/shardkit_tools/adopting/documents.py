@@ -9,22 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import SourceError, UsageError
-from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
-    AdoptTask,
-    FilledFiles,
-    Report,
-    ScannedBlocks,
-    ScannedFile,
-    read_some,
-    stat_source,
-)
+from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, FilledFiles, Report, ScannedFile
 from shardkit_tools.adopting.located_rows import LocatedRows
+from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.source_files import open_file
 from shardkit_tools.importers.token_documents import TokenDocuments, read_index
-
-_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,7 @@ class Documents(FilledFiles):
         """Read a file from start to end; memory holds one block and the index."""
         assert not axes, "documents are one stratum"
         file, index_file = task.files
-        before, index = stat_source(file), read_index(file, index_file)
+        index = read_index(file, index_file)
         borders = np.append(0, index.start + index.sizes)
         if bool((borders[:-1] != index.start).any()):
             raise SourceError(
@@ -69,10 +58,8 @@ class Documents(FilledFiles):
                 raise SourceError(f"{file.path} row {first}: a block of empty documents; {BUILD_INSTEAD}")
             return np.stack([own[:-1], np.diff(own)], 1)[:, None]
 
-        with ScannedBlocks() as blocks, open_file(file) as stream:
+        with FilePass(task=task) as blocks:
             report(0, index_file.size)
-            block_rows = located.scan(stream, blocks, borders, block_bytes, spans_of, report)
-            while tail := read_some(stream, _PIECE_BYTES, file.path):
-                blocks.add_tail(tail)
-                report(0, len(tail))
-        return blocks.numbered(task, self.schema, block_rows, before, **located.columns())
+            block_rows = located.scan(blocks, borders, block_bytes, spans_of, report)
+            blocks.add_rest(report)
+        return blocks.scanned(self.schema, block_rows, **located.columns())

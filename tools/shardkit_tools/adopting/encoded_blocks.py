@@ -11,15 +11,8 @@ import numpy as np
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit.formats.foreign_blocks import foreign_columns, memory_of
-from shardkit.stores.store import ObjectStat
-from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
-    AdoptTask,
-    FilledFiles,
-    Runs,
-    ScannedBlocks,
-    ScannedFile,
-)
+from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, FilledFiles, Runs, ScannedFile
+from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.tables import TableImporter
 
 MAX_BLOCK_BYTES = 256 << 20
@@ -100,14 +93,12 @@ class EncodedBlocks:
         self._memory.append(max(1, memory))
         self._rows.append(rows)
 
-    def scanned(self, encoding: str, blocks: ScannedBlocks, common: bytes, before: ObjectStat) -> ScannedFile:
-        """Return the result of the pass over a file; `before` is its state before the pass."""
+    def scanned(self, encoding: str, blocks: FilePass, common: bytes) -> ScannedFile:
+        """Return the result of the pass over the file."""
         block_rows = max(self._rows)
-        return blocks.numbered(
-            self.task,
+        return blocks.scanned(
             self.schema,
             block_rows,
-            before,
             _runs(self._rows, block_rows),
             encoding=encoding,
             constants=dict(self.constants) or None,

@@ -1,20 +1,19 @@
-"""Files to adopt, and the parts of a pass over one that do not depend on its format."""
+"""Files to adopt, and what is known about one after a pass over it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
-from shardkit.formats import FieldType, NumberedKeys, Schema, ShardIndex, Texts, fit_key, xxh3
+from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key
 from shardkit.reading.file_groups import FileGroup
 from shardkit.stores.remote.addresses import split_url
 from shardkit.stores.store import ObjectStat
@@ -44,14 +43,6 @@ NUMBERED_KEYS = (
 MIN_RUN_ROWS = 8
 """Samples that a run of equal values needs on average."""
 
-Span = tuple[int, int]
-"""(start, stop) of a range of a block."""
-
-Digests = tuple[int, bytes]
-"""XXH3 and SHA-256."""
-
-_HASH_THREADS = 3  # for the file, its block and the ranges of the block
-_THREAD_BYTES = 1 << 16  # fewer bytes are hashed faster than they are given to a thread
 _MAX_LABEL = 200
 _PACKED_NAMES = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4")
 
@@ -112,31 +103,20 @@ class ScannedFile:
     failures: tuple[str, ...] = ()  # messages of samples that cannot be read
 
 
-class NumberedRows:
-    """Attributes of files whose rows have no keys of their own and are one stratum (`formats.AdoptableFiles`)."""
-
-    shard_format: ClassVar[str] = "rows"
-    classes: ClassVar[tuple[str, ...]] = ()
-    has_strata: ClassVar[bool] = False
-    key_note: ClassVar[str] = NUMBERED_KEYS
-
-
-def numbered_tasks(parts: Iterable[tuple[SourceFile, ...]], rows: Iterable[int]) -> list[AdoptTask]:
-    """Return a task for each part that has rows; the rows of all parts follow one another."""
-    counts = list(rows)
-    counted = zip(parts, counts, accumulate(counts, initial=0), strict=False)
-    filled = [(files, first) for files, count, first in counted if count]
-    return [AdoptTask(number, files, first) for number, (files, first) in enumerate(filled)]
-
-
 @dataclass(frozen=True)
-class FilledFiles(NumberedRows):
-    """The files of an importer; files without rows are left out.
+class FilledFiles:
+    """Files whose rows have no keys of their own and are one stratum (`formats.AdoptableFiles`).
+
+    Files without rows are left out; the rows of the others follow one another.
 
     Raises:
         SourceError: No file has rows.
     """
 
+    shard_format: ClassVar[str] = "rows"
+    classes: ClassVar[tuple[str, ...]] = ()
+    has_strata: ClassVar[bool] = False
+    key_note: ClassVar[str] = NUMBERED_KEYS
     importer: FileImporter
     rows: tuple[int, ...]  # rows of each part
 
@@ -161,7 +141,10 @@ class FilledFiles(NumberedRows):
         return (*notes, name_files("left out what has no rows", empty)) if empty else notes
 
     def tasks(self) -> list[AdoptTask]:
-        return numbered_tasks(self.parts, self.rows)
+        firsts = accumulate(self.rows, initial=0)
+        counted = zip(self.parts, self.rows, firsts, strict=False)
+        filled = [(files, first) for files, rows, first in counted if rows]
+        return [AdoptTask(number, files, first) for number, (files, first) in enumerate(filled)]
 
 
 def find_files(given: Sequence[str | os.PathLike[str]], options: ImportOptions) -> Source:
@@ -232,33 +215,6 @@ def refuse_packed(file: SourceFile) -> None:
     if file.name.lower().endswith(_PACKED_NAMES):
         raise SourceError(
             f"{file.path}: compressed, so samples cannot be read out of its middle; {BUILD_INSTEAD}"
-        )
-
-
-def read_some(stream: BinaryIO, size: int, where: str) -> bytes:
-    """Return the next bytes of a file, fewer only at its end."""
-    parts: list[bytes] = []
-    try:
-        while size > 0 and (part := stream.read(size)):
-            parts.append(part)
-            size -= len(part)
-    except OSError as error:
-        raise SourceError(f"{where}: cannot be read ({error.strerror}); check the disk") from error
-    return b"".join(parts)
-
-
-def check_scanned(file: SourceFile, before: ObjectStat, read_bytes: int, sha256: str) -> None:
-    """Compare what was read with the file after the pass, and with the SHA-256 that its store keeps.
-
-    Raises:
-        SourceError: The file has changed, or other bytes arrived than the store has.
-    """
-    if stat_source(file) != before or read_bytes != before.size:
-        raise SourceError(f"{file.path}: it was changed while it was read; adopt what nobody writes to")
-    if before.sha256 not in (None, sha256):
-        raise SourceError(
-            f"{file.path}: its store says that it has sha256:{before.sha256}, and the bytes that came have "
-            f"sha256:{sha256}; try again, then look at the store"
         )
 
 
@@ -339,151 +295,3 @@ class LabelRuns:
                 f"only where runs have {MIN_RUN_ROWS} samples and more: adopt without --stratify, or {BUILD_INSTEAD}"
             )
         return tuple(zip(self._labels, self._rows, strict=True))
-
-
-@dataclass
-class ScannedBlocks:
-    """Sizes and checksums of head, blocks and tail of a file, collected while it is read; close it.
-
-    Threads compute the digests of the whole file, of each block and of its ranges from the same buffer, while the
-    caller decodes it. The next part is added once they are done, so that no more than two parts are kept in memory.
-    """
-
-    size: int = 0  # bytes that were added
-    head_size: int = 0
-    _head: Any = field(default_factory=hashlib.sha256)
-    _whole: Any = field(default_factory=hashlib.sha256)
-    _tail: Any = field(default_factory=hashlib.sha256)
-    _sizes: list[int] = field(default_factory=list)  # bytes of each block
-    _spans: list[Sequence[Span]] = field(default_factory=list)  # ranges of each block
-    _digests: list[dict[Span, Digests]] = field(default_factory=list)  # of each block and its ranges
-    _starts: list[int] = field(default_factory=lambda: [0])
-
-    def __post_init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="shardkit-digest")
-        self._hashing: list[Future[None]] = []
-
-    def __enter__(self) -> ScannedBlocks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown()
-
-    def _add_part(self, data: bytes) -> None:
-        self.size += len(data)
-        self._wait()
-        self._start(len(data), self._whole.update, data)
-
-    def _start(self, size: int, work: Callable[..., None], *arguments: Any) -> None:
-        if size < _THREAD_BYTES:
-            work(*arguments)
-        else:
-            self._hashing.append(self._threads.submit(work, *arguments))
-
-    def _wait(self) -> None:
-        while self._hashing:
-            self._hashing.pop().result()
-
-    def add_head(self, data: bytes) -> None:
-        self.head_size += len(data)
-        self._head.update(data)
-        self._add_part(data)
-
-    def add(self, data: bytes, rows: int, spans: Sequence[Span] = ()) -> None:
-        """Add the next block, which holds `rows` rows; `spans` are the (start, stop) of its ranges, if it has any."""
-        self._add_part(data)
-        self._sizes.append(len(data))
-        self._starts.append(self._starts[-1] + rows)
-        self._spans.append(spans)
-        self._digests.append({})
-        stops: dict[int, set[int]] = {0: {len(data)}}
-        for start, stop in spans:
-            stops.setdefault(start, set()).add(stop)
-        for start, found in stops.items():
-            self._start(max(found) - start, _hash_spans, data, start, sorted(found), self._digests[-1])
-
-    def add_tail(self, data: bytes) -> None:
-        """Add bytes after the last block."""
-        self._tail.update(data)
-        self._add_part(data)
-
-    @property
-    def sha256(self) -> str:
-        """Hex digest of everything that was added."""
-        self._wait()
-        digest: str = self._whole.hexdigest()
-        return digest
-
-    def numbered(
-        self,
-        task: AdoptTask,
-        schema: Schema,
-        block_rows: int,
-        before: ObjectStat,
-        runs: Runs = (),
-        **columns: Any,
-    ) -> ScannedFile:
-        """Return the result of the pass over a file whose rows have numbers as keys, after `check_scanned`.
-
-        Args:
-            task: the file.
-            schema: fields of the rows.
-            block_rows: rows of a full block.
-            before: state of the file before the pass.
-            runs: runs of rows; if there are none, all rows are one run.
-            columns: other values of `ShardIndex`.
-        """
-        check_scanned(task.file, before, self.size, self.sha256)
-        rows = self._starts[-1]
-        facts: dict[str, Any] = {"format": "rows", "compression": "none", "schema": schema} | self.columns()
-        facts |= {"block_rows": block_rows, "shard_size": self.size} | columns
-        index = ShardIndex(**facts, key_texts=NumberedKeys(task.first_ordinal, rows))
-        return ScannedFile(f"sha256:{self.sha256}", index, runs or (((), rows),), before.etag)
-
-    def columns(self) -> dict[str, Any]:
-        """Return the values of `ShardIndex` that describe blocks, their ranges, head and tail."""
-        self._wait()
-        sizes = np.array(self._sizes, np.uint64)
-        blocks = [found[0, size] for found, size in zip(self._digests, self._sizes, strict=True)]
-        return {
-            "rows": self._starts[-1],
-            "head_size": self.head_size,
-            "head_sha256": self._head.hexdigest(),
-            "tail_sha256": self._tail.hexdigest(),
-            "block_offset": np.uint64(self.head_size) + np.cumsum(sizes) - sizes,
-            "block_size": sizes,
-            "block_raw_size": sizes,
-            "block_start": np.array(self._starts, np.int64),
-            **_digest_columns("block", (len(sizes),), blocks),
-            **self._range_columns(),
-        }
-
-    def _range_columns(self) -> dict[str, Any]:
-        if not any(self._spans):
-            return {}
-        table = np.array(self._spans, np.uint64)  # (blocks, fields, start and stop)
-        ranges = [
-            found[span] for found, spans in zip(self._digests, self._spans, strict=True) for span in spans
-        ]
-        return {
-            "range_offset": table[:, :, 0].copy(),
-            "range_size": table[:, :, 1] - table[:, :, 0],
-            **_digest_columns("range", table.shape[:2], ranges),
-        }
-
-
-def _hash_spans(data: bytes, start: int, stops: Sequence[int], found: dict[Span, Digests]) -> None:
-    """Hash the spans of a block that begin at `start` in one pass, because each is the beginning of the next."""
-    view, strong, done = memoryview(data), hashlib.sha256(), start
-    for stop in stops:
-        strong.update(view[done:stop])
-        done = stop
-        found[start, stop] = xxh3(view[start:stop]), strong.digest()
-
-
-def _digest_columns(name: str, shape: tuple[int, ...], digests: Sequence[Digests]) -> dict[str, Any]:
-    strong = np.frombuffer(b"".join(strong for _, strong in digests), np.uint8)
-    return {
-        f"{name}_xxh3": np.array([fast for fast, _ in digests], np.uint64).reshape(shape),
-        f"{name}_sha256": strong.reshape(*shape, 32),
-    }

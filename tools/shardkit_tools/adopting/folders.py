@@ -16,12 +16,12 @@ from shardkit_tools.adopting.files import (
     AdoptTask,
     LabelRuns,
     Report,
-    ScannedBlocks,
     ScannedFile,
     even_block_rows,
     key_columns,
     label_text,
 )
+from shardkit_tools.adopting.scanned_blocks import ScannedBlocks
 from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.importers.folder import FolderImporter, TextImporter
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask, row_name

@@ -12,13 +12,7 @@ from shardkit_tools.adopting.archives import Archives
 from shardkit_tools.adopting.arrays import Arrays
 from shardkit_tools.adopting.arrow_files import ArrowFiles
 from shardkit_tools.adopting.documents import Documents
-from shardkit_tools.adopting.files import (
-    AdoptTask,
-    Report,
-    ScannedFile,
-    place_of_folder,
-    refuse_packed,
-)
+from shardkit_tools.adopting.files import AdoptTask, Report, ScannedFile, place_of_folder, refuse_packed
 from shardkit_tools.adopting.folders import FolderFiles
 from shardkit_tools.adopting.line_files import LineFiles
 from shardkit_tools.adopting.mds_shards import MdsFolder

@@ -20,13 +20,11 @@ from shardkit_tools.adopting.files import (
     AdoptTask,
     FilledFiles,
     Report,
-    ScannedBlocks,
     ScannedFile,
     TooUnevenError,
-    check_scanned,
     smaller,
-    stat_source,
 )
+from shardkit_tools.adopting.scanned_blocks import FilePass, ScannedBlocks
 from shardkit_tools.importers.csv import CsvImporter, delimiter_of, numbered_cells
 from shardkit_tools.importers.json_lines import JsonLinesImporter
 from shardkit_tools.importers.line_ranges import whole_lines
@@ -119,13 +117,12 @@ class _LineScan:
     _failures: list[str] = field(default_factory=list)
 
     def run(self, report: Report) -> ScannedFile:
-        file, before = self.task.file, stat_source(self.task.file)
         found = EncodedBlocks(self.task, self.importer.schema, {})
         self._settings = LineSettings()
         pending: list[bytes] = []  # bytes of bad rows after the last good one
-        with ScannedBlocks() as blocks, open_file(file) as stream:
-            held = _HeldLines(stream, file.path)
-            for row in self._read_rows(held, stream, blocks):
+        with FilePass(task=self.task) as blocks:
+            held = _HeldLines(blocks.stream, self.task.file.path)
+            for row in self._read_rows(held, blocks):
                 data = held.take()
                 self.read_bytes += len(data)
                 payloads = self._encode_row(row)
@@ -147,32 +144,29 @@ class _LineScan:
                 report(1, len(data))
             if self._payloads:
                 self._end_block(found, blocks)
-            tail = b"".join([*pending, held.take(), stream.read()])
-            blocks.add_tail(tail)
+            blocks.add_tail(b"".join([*pending, held.take(), blocks.stream.read()]))
         if not self.rows:
-            check_scanned(file, before, blocks.size, blocks.sha256)
+            blocks.check()
             return ScannedFile("", None, (), failures=tuple(self._failures))
         settings = msgspec.structs.replace(self._settings, skipped=tuple(self._skipped))
-        scanned = found.scanned(self._encoding, blocks, settings.to_bytes(), before)
+        scanned = found.scanned(self._encoding, blocks, settings.to_bytes())
         return replace(scanned, failures=tuple(self._failures))
 
     @property
     def _encoding(self) -> str:
         return "jsonl" if isinstance(self.importer, JsonLinesImporter) else "csv"
 
-    def _read_rows(
-        self, held: _HeldLines, stream: BinaryIO, blocks: ScannedBlocks
-    ) -> Iterator[SourceSample | SourceFailure]:
+    def _read_rows(self, held: _HeldLines, blocks: FilePass) -> Iterator[SourceSample | SourceFailure]:
         """Yield the rows; when one is yielded, `held` holds its lines and empty ones before it."""
         importer, file = self.importer, self.task.file
         if isinstance(importer, JsonLinesImporter):
             yield from importer.rows_of(file, enumerate(held))
             return
-        mark = stream.read(len(BOM_UTF8))
+        mark = blocks.read(len(BOM_UTF8))
         if mark == BOM_UTF8:
             blocks.add_head(mark)
         else:
-            stream.seek(0)
+            blocks.stream.seek(0)
         delimiter = delimiter_of(file, importer.encoding)
         self._settings = LineSettings(names=importer.names, delimiter=delimiter, quote=importer.quote)
         cells = numbered_cells(read_cells(held.texts(), delimiter, importer.quote), file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,8 @@ from shardkit.errors import FormatError, SourceError
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.fields import decode_json
 from shardkit.formats.reading import tar_column
-from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
-    Report,
-    ScannedBlocks,
-    even_block_rows,
-    read_some,
-)
+from shardkit_tools.adopting.files import BUILD_INSTEAD, Report, even_block_rows
+from shardkit_tools.adopting.scanned_blocks import FilePass
 
 Span = tuple[int, int]
 """(offset, bytes) of a value."""
@@ -46,8 +41,7 @@ class LocatedRows:
 
     def scan(
         self,
-        stream: BinaryIO,
-        blocks: ScannedBlocks,
+        blocks: FilePass,
         borders: NDArray[np.int64],
         block_bytes: int,
         spans_of: Callable[[bytes, int, NDArray[np.int64]], SpanTable],
@@ -56,8 +50,7 @@ class LocatedRows:
         """Read the rows of a file, and return the number of rows of a block; memory holds one block.
 
         Args:
-            stream: the file, at its first row.
-            blocks: gets the blocks.
+            blocks: pass over the file, which is at its first row.
             borders: (rows + 1,) offset in the file of each row, then the end of the last.
             block_bytes: target size of a block.
             spans_of: returns the spans of the fields of each row of a block, in schema order. Its arguments are the
@@ -67,7 +60,7 @@ class LocatedRows:
         block_rows = even_block_rows(borders, block_bytes)
         for first in range(0, len(borders) - 1, block_rows):
             own = borders[first : first + block_rows + 1] - borders[first]
-            data = read_some(stream, int(own[-1]), self.path)
+            data = blocks.read(int(own[-1]))
             blocks.add(data, len(own) - 1)
             self.add(data, spans_of(data, first, own), row_names(first))
             report(len(own) - 1, len(data))

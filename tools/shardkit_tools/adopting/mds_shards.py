@@ -5,29 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SourceError
-from shardkit.formats import FieldType, Schema
+from shardkit.formats import FieldType
 from shardkit.formats.compression import decompress_frame
 from shardkit_tools.adopting.encoded_blocks import MAX_WHOLE_BYTES, check_block_size
-from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
-    AdoptTask,
-    NumberedRows,
-    Report,
-    ScannedBlocks,
-    ScannedFile,
-    numbered_tasks,
-    read_some,
-    stat_source,
-)
+from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, FilledFiles, Report, ScannedFile
 from shardkit_tools.adopting.located_rows import LocatedRows, Span, locate_decimal, refuse_array, row_names
+from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.mds import (
-    Encodings,
     MdsImporter,
     MdsShard,
     ShardHashes,
@@ -36,19 +25,16 @@ from shardkit_tools.importers.mds import (
     head_bytes,
     row_offsets,
 )
-from shardkit_tools.importers.source_files import open_file
+from shardkit_tools.importers.protocol import SourceFile
 
 _PIECE_ROWS = 4096  # rows whose spans are Python objects at the same time
 
 
 @dataclass(frozen=True)
-class MdsFolder(NumberedRows):
+class MdsFolder(FilledFiles):
     """The shards of an MDS folder, in the order of its index."""
 
-    notes: ClassVar[tuple[str, ...]] = ()
-    schema: Schema
-    shards: tuple[MdsShard, ...]
-    encodings: Encodings
+    importer: MdsImporter
 
     @classmethod
     def of(cls, importer: MdsImporter) -> MdsFolder:
@@ -66,23 +52,23 @@ class MdsFolder(NumberedRows):
                 raise SourceError(
                     f"{shard.file.path}: {shard.file.size} bytes for {shard.rows} rows; write the dataset again"
                 )
-        return cls(importer.schema, importer.shards, importer.encodings)
+        return cls(importer, tuple(shard.rows for shard in importer.shards))
 
-    def tasks(self) -> list[AdoptTask]:
-        return numbered_tasks(((shard.file,) for shard in self.shards), (shard.rows for shard in self.shards))
+    @property
+    def parts(self) -> tuple[tuple[SourceFile, ...], ...]:
+        return tuple((shard.file,) for shard in self.importer.shards)
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read a shard from start to end; memory holds one block, the row offsets and the index."""
         assert not axes, "the rows of an MDS folder are one stratum"
-        shard, path = self.shards[task.number], task.file.path
+        shard = self.importer.shards[task.number]
+        hashes, located = ShardHashes(shard), LocatedRows(self.schema, task.file.path)
         if shard.compression:
-            return self._scan_frame(task, shard, report)
-        before, hashes = stat_source(task.file), ShardHashes(shard)
-        located = LocatedRows(self.schema, path)
-        with ScannedBlocks() as blocks, open_file(task.file) as stream:
-            head = read_some(stream, head_bytes(shard), path)
+            return self._scan_frame(task, shard, located, report)
+        with FilePass(task=task) as blocks:
+            head = blocks.read(head_bytes(shard))
             borders = row_offsets(shard, head)
-            head += read_some(stream, borders[0] - len(head), path)
+            head += blocks.read(borders[0] - len(head))
             blocks.add_head(head)
             hashes.update(head)
             report(0, len(head))
@@ -91,26 +77,23 @@ class MdsFolder(NumberedRows):
                 hashes.update(data)
                 return self._spans_of(located, data, rows.tolist(), first)
 
-            block_rows = located.scan(stream, blocks, np.array(borders), block_bytes, spans_of, report)
-            blocks.add_tail(read_some(stream, 1, path))
-        scanned = blocks.numbered(task, self.schema, block_rows, before, **located.columns())
+            block_rows = located.scan(blocks, np.array(borders), block_bytes, spans_of, report)
+            blocks.add_rest(report)
+        scanned = blocks.scanned(self.schema, block_rows, **located.columns())
         hashes.check()
         return scanned
 
-    def _scan_frame(self, task: AdoptTask, shard: MdsShard, report: Report) -> ScannedFile:
+    def _scan_frame(
+        self, task: AdoptTask, shard: MdsShard, located: LocatedRows, report: Report
+    ) -> ScannedFile:
         """Read a shard that is one zstd frame; memory holds the frame and its content."""
-        path, before, located = (
-            task.file.path,
-            stat_source(task.file),
-            LocatedRows(self.schema, task.file.path),
-        )
-        with ScannedBlocks() as blocks, open_file(task.file) as stream:
-            stored = read_some(stream, task.file.size, path)
+        with FilePass(task=task) as blocks:
+            stored = blocks.read(task.file.size)
             hashes = ShardHashes(shard)
             hashes.update(stored)
             hashes.check()
             try:
-                raw = decompress_frame(stored, shard.raw_bytes, path)
+                raw = decompress_frame(stored, shard.raw_bytes, located.path)
             except FormatError as error:
                 raise SourceError(f"{error}; fetch it again, or {BUILD_INSTEAD}") from error
             borders = row_offsets(shard, raw)
@@ -120,9 +103,9 @@ class MdsFolder(NumberedRows):
                 located.add(raw, self._spans_of(located, raw, rows, first), row_names(first))
                 report(len(rows) - 1, 0)
             report(0, len(stored))
-            blocks.add_tail(read_some(stream, 1, path))
+            blocks.add_rest(report)
         columns = located.columns() | {"encoding": "zstd", "block_raw_size": np.array([len(raw)], np.uint64)}
-        return blocks.numbered(task, self.schema, shard.rows, before, **columns)
+        return blocks.scanned(self.schema, shard.rows, **columns)
 
     def _spans_of(
         self, located: LocatedRows, data: bytes, borders: Sequence[int], first: int
@@ -132,7 +115,9 @@ class MdsFolder(NumberedRows):
         for row, (start, stop) in enumerate(pairwise(borders)):
             where = f"{located.path} row {first + row}"
             own = data[start:stop]
-            spans = dict(zip(self.encodings, field_spans(own, self.encodings, where), strict=True))
+            spans = dict(
+                zip(self.importer.encodings, field_spans(own, self.importer.encodings, where), strict=True)
+            )
             found: dict[str, Span] = {}
             for (name, encoding, _), (at, length) in spans.items():
                 if name not in self.schema:

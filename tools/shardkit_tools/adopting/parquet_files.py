@@ -17,17 +17,9 @@ from shardkit.formats.foreign_blocks import (
     parquet_footer,
 )
 from shardkit_tools.adopting.encoded_blocks import MAX_COMMON_BYTES, TableFiles
-from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
-    AdoptTask,
-    Report,
-    ScannedBlocks,
-    ScannedFile,
-    read_some,
-    stat_source,
-)
+from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, Report, ScannedFile
+from shardkit_tools.adopting.scanned_blocks import FilePass, read_some
 from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.source_files import open_file
 from shardkit_tools.importers.tables import ParquetImporter, read_groups
 
 _PIECE_BYTES = 1 << 20
@@ -46,9 +38,9 @@ class ParquetFiles(TableFiles):
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read a file from start to end; memory holds one row group, a batch of decoded rows and the index."""
         assert not axes, "the rows of a Parquet file are one stratum"
-        file, before = task.file, stat_source(task.file)
-        with ScannedBlocks() as blocks, open_file(file) as stream:
-            common = _read_footer(stream, file)
+        file = task.file
+        with FilePass(task=task) as blocks:
+            common = _read_footer(blocks.stream, file)
             footer = parquet_footer(common)
             groups = filled_groups(footer)
             columns = footer.schema.to_arrow_schema()
@@ -56,13 +48,13 @@ class ParquetFiles(TableFiles):
             spans = [_leaf_spans(footer.row_group(group)) for group in groups]
             borders = _borders(spans, file.size - len(common), file)
             owners = column_leaves(columns)
-            stream.seek(0)
-            blocks.add_head(read_some(stream, borders[0], file.path))
+            blocks.stream.seek(0)
+            blocks.add_head(blocks.read(borders[0]))
             report(0, borders[0])
             for group, leaves, (start, stop) in zip(groups, spans, pairwise(borders), strict=True):
                 what, facts = f"row group {group}", footer.row_group(group)
                 found.check_size(what, max(stop - start, facts.total_byte_size))
-                data = read_some(stream, stop - start, file.path)
+                data = blocks.read(stop - start)
                 fields = [_field_span(name, owners, leaves, start) for name in self.schema]
                 blocks.add(data, facts.num_rows, fields)
                 view = SparseFile(file.size, {start: memoryview(data)})
@@ -72,13 +64,13 @@ class ParquetFiles(TableFiles):
                 )
                 report(facts.num_rows, len(data))
             for size in _pieces(file.size - len(common) - borders[-1]):
-                blocks.add_tail(read_some(stream, size, file.path))
+                blocks.add_tail(blocks.read(size))
                 report(0, size)
-            end = read_some(stream, len(common) + 1, file.path)
+            end = blocks.read(len(common) + 1)
             blocks.add_tail(end)
         if end != common:
             raise SourceError(f"{file.path}: it was changed while it was read; adopt what nobody writes to")
-        return found.scanned("parquet", blocks, common, before)
+        return found.scanned("parquet", blocks, common)
 
 
 def _read_footer(stream: BinaryIO, file: SourceFile) -> bytes:

@@ -21,16 +21,15 @@ from shardkit_tools.adopting.files import (
     MAX_UNEVEN,
     LabelRuns,
     Report,
-    ScannedBlocks,
     ScannedFile,
     TooUnevenError,
-    check_scanned,
     key_columns,
     label_text,
     smaller,
     stat_source,
 )
 from shardkit_tools.adopting.located_rows import LocatedRows, locate_decimal, refuse_array
+from shardkit_tools.adopting.scanned_blocks import ScannedBlocks, check_scanned
 from shardkit_tools.importers.numpy_arrays import read_header
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_file
