@@ -240,8 +240,7 @@ class BlockReader:
 
     def shard_name(self, shard: int) -> str:
         """Return the object name of a shard in its store."""
-        digest = "sha256:" + bytes(self._table.digest[shard]).hex()
-        return object_name(digest, self._formats[self._part(shard)])
+        return object_name(self._table.digest_text(shard), self._formats[self._part(shard)])
 
     def raw_size(self, shard: int, block: int) -> int:
         """Return the decompressed size of a block in bytes; reads the shard's index if necessary."""
@@ -254,7 +253,7 @@ class BlockReader:
             if found is not None:
                 self._indexes.move_to_end(shard)
                 return found[0]
-        digest = "sha256:" + bytes(self._table.index_digest[shard]).hex()
+        digest = self._table.index_digest_text(shard)
         size = int(self._table.index_size[shard])
         get = functools.partial(read_object, self.store_of(shard), digest, "index", size)
         if self.supply is None or self.located(shard) is None or self.has_file(shard):
