@@ -115,6 +115,7 @@ DEBRIS = [
     "_common_metadata",
     "_started_17",
     "Thumbs.db",
+    "cache-0123456789abcdef.arrow",
     "__MACOSX/._x",
     "lost+found/",
 ]
@@ -140,6 +141,14 @@ def test_debris_of_other_programs_is_left_out_and_named(
     assert found.manifest.id == clean.id
     (note,) = [note for note in found.notes if "what other programs write next to samples (" in note]
     assert all(name.partition("/")[0] in note for name in sorted(DEBRIS)[:5])
+
+
+@pytest.mark.parametrize("pattern", ["_*", "cache-*.arrow"])
+def test_a_pattern_that_only_debris_matches_says_so(tmp_path: Path, pattern: str) -> None:
+    for name in ("_SUCCESS", "cache-0123456789abcdef.arrow"):
+        (tmp_path / name).write_bytes(b"debris")
+    with pytest.raises(SourceError, match="no file that matches is a sample"):
+        build(tmp_path / pattern, tmp_path / "root")
 
 
 def test_a_class_with_nothing_but_debris_is_empty(tmp_path: Path) -> None:

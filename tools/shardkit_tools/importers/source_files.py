@@ -106,6 +106,11 @@ def list_source(source: str, *, skip: bool = False, follow_links: bool = False) 
     if WILDCARDS.intersection(source):
         notes = []
         files = _sort(matches(source, left_out, notes, skip=skip, follow_links=follow_links))
+        if not files:
+            name, why = min(left_out.items())
+            raise SourceError(
+                f"{source}: no file that matches is a sample ({name}: {why}); give another pattern"
+            )
         return Source(source, files, left_out=left_out, notes=notes)
     raise NotFoundError(f"{source}: no such file or folder; give a path, or a glob such as 'data/*.jsonl'")
 

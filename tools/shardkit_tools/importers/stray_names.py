@@ -10,8 +10,11 @@ from shardkit.errors import SourceError
 DEBRIS = "what other programs write next to samples"
 """Reason why a file is left out."""
 
-# Markers and summaries of Spark, Hive and Databricks; thumbnails and settings of Windows
-_FILES = re.compile(r"_SUCCESS|_metadata|_common_metadata|_(?:committed|started)_\w+|Thumbs\.db|desktop\.ini")
+# Markers and summaries of Spark, Hive and Databricks; thumbnails and settings of Windows; results cached by datasets
+_FILES = re.compile(
+    r"_SUCCESS|_metadata|_common_metadata|_(?:committed|started)_\w+|Thumbs\.db|desktop\.ini|"
+    r"cache-[0-9a-f]{16}\w*\.arrow"
+)
 _FOLDERS = frozenset(["__MACOSX", "_temporary", "lost+found", "$RECYCLE.BIN", "System Volume Information"])
 _LOGS = {
     re.compile(r"(?:^|/)_delta_log(?:/|$)"): "Delta Lake",
