@@ -328,7 +328,6 @@ def _nearest(kind: type[msgspec.Struct], message: str) -> str:
 
 
 def _structs(kind: Any, seen: set[Any] | None = None) -> Iterator[type[msgspec.Struct]]:
-    """Yield all structs in a type."""
     seen = set() if seen is None else seen
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind not in seen:
         seen.add(kind)

@@ -217,8 +217,6 @@ def _check_rows(table: Int64s, which: Int64s, row: Int64s) -> None:
 
 
 class _GatheredField(NamedTuple):
-    """One gathered field."""
-
     column: int  # index among the gathered fields
     name: str
     type: FieldType

@@ -302,7 +302,6 @@ class AdoptedStore(StoreAround):
             return list(pool.map(work, items))
 
     def _group(self, file: AdoptedFile) -> FileGroup:
-        """Return the files of a group."""
         found = self._groups.get(file.digest)
         if found is None:
             name = group_name(file.digest)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 AGAIN = (
     "If it is meant: python -m public_face (writes tests/golden/public_face.json; commit it with the change)."
 )
-NAME_IT = "Name each in backquotes in a fragment of changes/, and say why: `build --jobs` is gone, because …"
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,6 @@ KINDS = (
 )
 """Extensions of objects, and documents."""
 
-SOFT = ("attestation",)
-"""Documents that nothing rests on: damage to them stops nothing."""
-
 
 def _delete(path: Path) -> None:
     path.unlink()

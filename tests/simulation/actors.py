@@ -314,15 +314,6 @@ MISFORTUNES: Final[tuple[Callable[[World], None], ...]] = (
 # ---- the end
 
 
-def _resumed(world: World) -> bool:
-    """Erasures are finished; False where damage stops one: it must not go on over it, and says to run repair."""
-    try:
-        resume_erasures(world.root)
-    except IntegrityError:
-        return False
-    return True
-
-
 def _collect(world: World) -> None:
     """Garbage goes, as soon as it may."""
     clock = world.scheduler

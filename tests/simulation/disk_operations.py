@@ -182,9 +182,6 @@ class DiskOperations(FileOperations):
         while not self._try(file, alone=True):
             self._scheduler.sleep(0.01)
 
-    def unlock(self, file: Handle) -> None:
-        self._locks.get(self._file(file)[1].number, {}).pop(file.fd, None)
-
     def _try(self, file: Handle, *, alone: bool) -> bool:
         _, node = self._file(file)
         holders = {

@@ -22,7 +22,6 @@ from shardkit.formats import FieldType
 from shardkit.formats.values import Logical, logical_text
 from tests.command_line import output_of
 
-NO_TYPES = ["date[us]", "timestamp", "duration[us, UTC]", "decimal[19,2]", "decimal[2,3]", "time[m]"]
 FORMATS = [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")]
 BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 SCHEMA = {

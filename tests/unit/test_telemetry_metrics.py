@@ -20,7 +20,6 @@ from shardkit.telemetry.serving import METRICS, exposition, metric_names
 
 OPERATING = Path(__file__).parents[2] / "examples" / "operating"
 NAME = re.compile(r"\bshardkit_[a-z_]+")
-UNITS = ("_seconds", "_bytes", "_timestamp_seconds")
 
 
 def alerts() -> list[dict[str, Any]]:

@@ -29,7 +29,6 @@ _PIECE_BYTES: Final = 2**20
 
 
 def _threads(reads: int) -> ThreadPoolExecutor:
-    """Return a pool for this number of concurrent reads."""
     return ThreadPoolExecutor(min(16, max(1, reads)), thread_name_prefix="shardkit-parity")
 
 
