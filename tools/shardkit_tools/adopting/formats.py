@@ -100,7 +100,7 @@ class Tars:
         return [AdoptTask(number, (file,)) for number, file in enumerate(self.files)]
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
-        return TarScan(task.file, self.schema, axes, block_bytes, report).run()
+        return TarScan(task, self.schema, axes, block_bytes, report).run()
 
 
 _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {

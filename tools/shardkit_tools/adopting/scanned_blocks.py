@@ -12,9 +12,7 @@ import numpy as np
 
 from shardkit.errors import SourceError
 from shardkit.formats import NumberedKeys, Schema, ShardIndex, xxh3
-from shardkit.stores.store import ObjectStat
 from shardkit_tools.adopting.files import AdoptTask, Report, Runs, ScannedFile, stat_source
-from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_file
 
 Span = tuple[int, int]
@@ -160,11 +158,22 @@ class FilePass(ScannedBlocks):
             report(0, len(data))
 
     def check(self) -> None:
-        """Compare everything that was added with the file (`check_scanned`)."""
-        check_scanned(self.task.file, self._before, self.size, self.sha256)
+        """Compare what was added with the file after the pass, and with the SHA-256 that its store keeps.
+
+        Raises:
+            SourceError: The file has changed, or other bytes arrived than the store has.
+        """
+        file, before = self.task.file, self._before
+        if stat_source(file) != before or self.size != before.size:
+            raise SourceError(f"{file.path}: it was changed while it was read; adopt what nobody writes to")
+        if before.sha256 not in (None, self.sha256):
+            raise SourceError(
+                f"{file.path}: its store says that it has sha256:{before.sha256}, and the bytes that came have "
+                f"sha256:{self.sha256}; try again, then look at the store"
+            )
 
     def scanned(self, schema: Schema, block_rows: int, runs: Runs = (), **columns: Any) -> ScannedFile:
-        """Return the result of the pass over a file whose rows have numbers as keys, after `check`.
+        """Return the result of the pass, after `check`; without other columns, keys are numbers.
 
         Args:
             schema: fields of the rows.
@@ -190,21 +199,6 @@ def read_some(stream: BinaryIO, size: int, where: str) -> bytes:
     except OSError as error:
         raise SourceError(f"{where}: cannot be read ({error.strerror}); check the disk") from error
     return b"".join(parts)
-
-
-def check_scanned(file: SourceFile, before: ObjectStat, read_bytes: int, sha256: str) -> None:
-    """Compare what was read with the file after the pass, and with the SHA-256 that its store keeps.
-
-    Raises:
-        SourceError: The file has changed, or other bytes arrived than the store has.
-    """
-    if stat_source(file) != before or read_bytes != before.size:
-        raise SourceError(f"{file.path}: it was changed while it was read; adopt what nobody writes to")
-    if before.sha256 not in (None, sha256):
-        raise SourceError(
-            f"{file.path}: its store says that it has sha256:{before.sha256}, and the bytes that came have "
-            f"sha256:{sha256}; try again, then look at the store"
-        )
 
 
 def _hash_spans(data: bytes, start: int, stops: Sequence[int], found: dict[Span, Digests]) -> None:

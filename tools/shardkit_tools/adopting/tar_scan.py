@@ -15,10 +15,11 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from shardkit.errors import SourceError
-from shardkit.formats import FieldType, Schema, ShardIndex
+from shardkit.formats import FieldType, Schema
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     MAX_UNEVEN,
+    AdoptTask,
     LabelRuns,
     Report,
     ScannedFile,
@@ -26,13 +27,10 @@ from shardkit_tools.adopting.files import (
     key_columns,
     label_text,
     smaller,
-    stat_source,
 )
 from shardkit_tools.adopting.located_rows import LocatedRows, locate_decimal, refuse_array
-from shardkit_tools.adopting.scanned_blocks import ScannedBlocks, check_scanned
+from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.numpy_arrays import read_header
-from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.source_files import open_file
 from shardkit_tools.importers.tar_members import Member, TarSample, read_members, tar_samples
 from shardkit_tools.importers.webdataset import check_fields
 
@@ -93,7 +91,7 @@ class _HeldStream:
 class TarScan:
     """One pass over an uncompressed tar."""
 
-    file: SourceFile
+    task: AdoptTask
     schema: Schema  # schema of every sample
     axes: Sequence[str]  # fields to stratify by
     block_bytes: int  # target size of a block
@@ -106,7 +104,8 @@ class TarScan:
         self._block: list[_TarRow] = []  # rows of the current block
         self._runs = LabelRuns(self.axes)
         self._block_start = 0
-        self._located = LocatedRows(self.schema, self.file.path)
+        self._path = self.task.file.path
+        self._located = LocatedRows(self.schema, self._path)
 
     def run(self) -> ScannedFile:
         """Read the tar and describe it; if a block gets far too large, read again with smaller blocks."""
@@ -117,28 +116,26 @@ class TarScan:
             return replace(self, block_rows=smaller(self.block_rows or 1)).run()
 
     def _read(self) -> ScannedFile:
-        before = stat_source(self.file)
-        with ScannedBlocks() as self._blocks:
-            with open_file(self.file) as file:
-                self._stream = _HeldStream(file, self.file.path, self.report)
-                try:
-                    end = self._read_rows()
-                finally:
-                    self.position = self._stream.position
+        with FilePass(task=self.task) as self._blocks:
+            self._stream = _HeldStream(self._blocks.stream, self._path, self.report)
+            try:
+                end = self._read_rows()
+            finally:
+                self.position = self._stream.position
             if not self.rows:
-                raise SourceError(f"{self.file.path}: the tar holds no samples; leave it out")
+                raise SourceError(f"{self._path}: the tar holds no samples; leave it out")
             self._end_block(end)
             self._blocks.add_tail(self._stream.take(self._stream.position - end))
-        check_scanned(self.file, before, self._stream.position, self._blocks.sha256)
-        runs = self._runs.checked(self.file.path)
-        return ScannedFile(f"sha256:{self._blocks.sha256}", self._index(), runs, before.etag)
+        columns = {"format": "tar"} | key_columns(self._keys) | self._located.columns()
+        runs = self._runs.checked(self._path)
+        return self._blocks.scanned(self.schema, self.block_rows or self.rows, runs, **columns)
 
     # Rows
 
     def _read_rows(self) -> int:
         """Read to the end and return the end of the last sample."""
         end = 0
-        for sample in tar_samples(self._members(), self.file.path):
+        for sample in tar_samples(self._members(), self._path):
             members = [member for _, member in sample.members.values()]
             row = self._row(sample, members[0].start)
             end = members[-1].end
@@ -148,7 +145,7 @@ class TarScan:
         return end
 
     def _members(self) -> Iterator[Member]:
-        for member in read_members(self._stream, self.file.path, one_name=True):
+        for member in read_members(self._stream, self._path, one_name=True):
             self._stream.met_member()
             yield member
 
@@ -156,7 +153,7 @@ class TarScan:
         fields: dict[str, tuple[int, int]] = {}
         labels = {}
         for name, (extension, member) in sample.members.items():
-            where = f"{self.file.path} member {member.name!r}"
+            where = f"{self._path} member {member.name!r}"
             kind = self.schema.get(name)
             if kind is None:
                 raise SourceError(
@@ -172,7 +169,7 @@ class TarScan:
             if name in self.axes:
                 value = _axis_value(kind, member.data[skipped : skipped + size], is_payload=is_payload)
                 labels[name] = label_text(kind, value, where)
-        check_fields(fields, self.schema, f"{self.file.path} sample {sample.key!r}")
+        check_fields(fields, self.schema, f"{self._path} sample {sample.key!r}")
         self._keys.append(sample.key)
         return _TarRow(sample.key, start, fields, tuple(labels[axis] for axis in self.axes))
 
@@ -200,20 +197,6 @@ class TarScan:
         self._located.add(data, fields, lambda row: f"sample {self._block[row].key!r}")
         self._block_start = end
         self._block = []
-
-    # Results
-
-    def _index(self) -> ShardIndex:
-        return ShardIndex(
-            format="tar",
-            compression="none",
-            schema=self.schema,
-            block_rows=self.block_rows or self.rows,
-            shard_size=self.position,
-            **self._blocks.columns(),
-            **key_columns(self._keys),
-            **self._located.columns(),
-        )
 
 
 def _locate(kind: FieldType, suffix: str, data: bytes, where: str) -> tuple[int, int, bool]:
