@@ -335,6 +335,13 @@ def test_a_field_that_begins_late_is_taken_as_the_message_says(
     assert [member in row.sample for row in rows] == [False, False, False, True]
 
 
+def test_a_tar_without_samples_is_named(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", {"1.txt": b"x"})
+    (tmp_path / "b.tar").write_bytes(bytes(10240))
+    with pytest.raises(SourceError, match=r"b\.tar: the tar holds no samples"):
+        read_all(open_source(str(tmp_path)))
+
+
 def test_labels_of_selinux_are_harmless(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         info = tarfile.TarInfo("1.txt")

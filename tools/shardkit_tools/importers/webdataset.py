@@ -59,6 +59,7 @@ class WebDatasetImporter(FileImporter):
         types = {name: str(kind.required) for name, kind in self.fields.items()}
         optional = {name for name, kind in self.fields.items() if kind.optional}
         read = _value_or_bytes if self.options.unchecked else value_of
+        found = None
         for found in _samples(file, self.options):
             where = f"{file.path} sample {found.key!r}"
             members = self.options.kept(found.members)
@@ -73,6 +74,8 @@ class WebDatasetImporter(FileImporter):
                 yield SourceFailure(file.name, found.row, error)
                 continue
             yield SourceSample(sample, self._key(file, found.key), file.name, found.row)
+        if found is None:  # such as a download for which room was made only
+            raise SourceError(f"{file.path}: the tar holds no samples; fetch it again, or leave it out")
 
     def _key(self, file: SourceFile, key: str) -> str | None:
         if self.keys == "none":
