@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,30 @@ def test_functions_that_cannot_be_applied_are_refused(tmp_path: Path, module: Mo
             shardkit_tools.build(lines, tmp_path / "root", apply=given)
     with pytest.raises(SampleError, match=r"line 1: .* returned a int"):
         shardkit_tools.build(lines, tmp_path / "root", apply=module("odd"))
+
+
+@pytest.mark.parametrize("skip", ["raise", "skip"])
+def test_a_text_that_a_tokenizer_without_a_token_for_unknown_words_refuses(
+    tmp_path: Path, tokenizer: Path, skip: str
+) -> None:
+    described = json.loads(tokenizer.read_text())
+    described["model"]["unk_token"] = "absent"
+    tokenizer.write_text(json.dumps(described))
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "{WORDS[0]}"}}\n{{"text": "?!"}}\n')
+    made = partial(
+        shardkit_tools.build, tmp_path / "a.jsonl", tmp_path / "root", tokenizer=tokenizer, on_error=skip
+    )
+    if skip == "raise":
+        with pytest.raises(SampleError, match=r"a\.jsonl line 2: the tokenizer refuses this text"):
+            made()
+    else:
+        assert len(made().skipped) == 1
+
+
+def test_a_function_that_fails_on_every_row_is_named_with_skip_too(tmp_path: Path, module: Module) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 41}\n{"n": 41}\n')
+    with pytest.raises(ShardkitError, match=r"a\.jsonl line 1: .*fails failed: ValueError: forty-one"):
+        shardkit_tools.build(tmp_path / "a.jsonl", tmp_path / "root", apply=module("fails"), on_error="skip")
 
 
 @pytest.mark.usefixtures("many_tasks")

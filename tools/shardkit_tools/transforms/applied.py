@@ -208,8 +208,7 @@ class TextTokenizer:
         number = None if token is None else tokenizer.token_to_id(token)
         if token is not None and number is None:
             raise ConfigurationError(
-                f"--eos {token!r}: not a token of {path}; name one of its vocabulary, such as </s>, or pass "
-                f"--eos {NO_EOS}"
+                f"--eos {token!r}: not a token of {path}; name one of its vocabulary, or pass --eos {NO_EOS}"
             )
         return cls(path, digest, dtype, token, number)
 
@@ -238,8 +237,8 @@ class TextTokenizer:
             raise SampleError(f"{where}: {type(text).__name__} is no text to tokenise; give a str")
         try:
             ids = _tokenizer(self.path, self.digest).encode(text).ids
-        except (ValueError, TypeError, UnicodeError) as error:
-            raise SampleError(f"{where}: the tokenizer refuses this text: {error}; mend it") from None
+        except Exception as error:  # noqa: BLE001 - the library raises plain exceptions, as for unknown words
+            raise SampleError(f"{where}: the tokenizer refuses this text: {error}; fix it") from None
         if self.eos_id is not None and ids[-1:] != [self.eos_id]:  # the post-processor may have added it
             ids.append(self.eos_id)
         return np.array(ids, dtype=self.dtype)

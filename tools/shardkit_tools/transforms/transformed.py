@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardkit.errors import SampleError, SchemaError, SourceError
+from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError
 from shardkit.formats import Schema
 from shardkit_tools.importers.protocol import (
     MIXED,
@@ -146,27 +146,34 @@ class TransformedImporter:
         """Yield samples to infer types from; many rows are read, because a function may drop most."""
         looked_at = 0
         made = 0
+        errors: list[ShardkitError] = []
         for task in self.importer.tasks():
             try:
                 for found, where in self._rows(task):
-                    for sample in self._first_of(found, where):
+                    for sample in self._first_of(found, where, errors):
                         yield str(where), sample
                         made += 1
                     looked_at += 1
                     if made and looked_at >= _ROWS_LOOKED_AT:
                         return
-            except SourceError:
+            except SourceError as error:
                 if not self.skip:
                     raise
+                errors.append(error)
+        if errors and not made:
+            raise errors[0]  # every row fails: which one is not the question
 
-    def _first_of(self, found: SourceSample | SourceFailure, where: _Where) -> list[Mapping[str, object]]:
+    def _first_of(
+        self, found: SourceSample | SourceFailure, where: _Where, errors: list[ShardkitError]
+    ) -> list[Mapping[str, object]]:
         try:
             if isinstance(found, SourceFailure):
                 raise found.error
             return list(self._apply(found.sample, where))
-        except (SampleError, SourceError):
+        except (SampleError, SourceError) as error:
             if not self.skip:
                 raise
+            errors[:] = errors or [error]
             return []
 
 
