@@ -328,14 +328,12 @@ class Loader:
                 device, or an array.
 
         Raises:
-            UsageError: the loader has no ``run=``, or there are other numbers of losses.
+            UsageError: the loader has no ``run=``, or arguments are of another kind or number.
             StoreError: the disk is full or unavailable.
         """
         if self._setup.config.run is None:
             raise UsageError("loader.note needs a run directory: make the loader with ds.loader(plan, run=…)")
-        values = losses.detach().float().cpu().numpy() if hasattr(losses, "detach") else losses
-        batches = [batch] if isinstance(batch, Batch) else batch
-        self._open_resources().note_losses(batches, np.asarray(values, dtype=np.float32))
+        self._open_resources().note_losses([batch] if isinstance(batch, Batch) else batch, losses)
 
     # ---- state
 

@@ -184,6 +184,8 @@ def _from_arguments(rank: int | None, world: int | None) -> Topology | None:
 
 def _from_mesh(mesh: Any) -> Topology:
     """Return the coordinate over the mesh's data-parallel dimensions, the outermost dimension first."""
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ConfigurationError(f"mesh={shown(mesh)}: a torch DeviceMesh is expected")
     names = tuple(mesh.mesh_dim_names or ())
     chosen = [d for d in range(mesh.ndim) if mesh.ndim == 1 or (names and names[d] in _DATA_PARALLEL)]
     if not chosen:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardkit.errors import UsageError
 from shardkit.loader import gather
+from shardkit.loader.batch import Batch
 from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockWindow
@@ -23,12 +25,13 @@ from shardkit.loader.gather import FACTS, Allocate
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.schedule import StepGroup
 from shardkit.loader.settings import LoaderSetup, Sources
+from shardkit.ranges import shown
 from shardkit.reading.located_store import LocatedStore
 
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
     from shardkit.ledger.losses import LossWriter
-    from shardkit.loader.batch import Batch, LoaderCounts, StepBatches
+    from shardkit.loader.batch import LoaderCounts, StepBatches
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.telemetry.recorder import BlockTimes, RunWatch
 
@@ -171,8 +174,25 @@ class LoaderResources:
                 self.told.add("decoders")
                 journal.event(one.step, "decoders", made_by=made_by)
 
-    def note_losses(self, batches: Sequence[Batch], losses: NDArray[np.float32]) -> None:
-        """Record the losses of a step in the run directory, one per row or one per cell, and pass them to the mixer."""
+    def note_losses(self, batches: Sequence[Batch], losses: Any) -> None:
+        """Record the losses of a step in the run directory, one per row or one per cell, and pass them to the mixer.
+
+        Raises:
+            UsageError: an argument is of another kind, or there are other numbers of losses.
+        """
+        if not isinstance(batches, list | tuple) or not all(
+            isinstance(one, Batch) for one in batches or [None]
+        ):
+            raise UsageError(
+                f"loader.note(batch, losses): {shown(batches)} is no batch; pass what the loader handed out"
+            )
+        try:
+            losses = losses.detach().float().cpu().numpy() if hasattr(losses, "detach") else losses
+            losses = np.asarray(losses, dtype=np.float32)
+        except (TypeError, ValueError, OverflowError):
+            raise UsageError(
+                f"loader.note(batch, losses): {shown(losses)}: expected one number per row, or one per cell"
+            ) from None
         setup = self._setup
         plan, run, step = setup.plan, setup.config.run, batches[0].step
         if self._losses is None:

@@ -87,7 +87,7 @@ def _of_datasets(ds: shardkit.Dataset, folder: Path) -> Calls:
     }
 
 
-def _of_loaders(ds: shardkit.Dataset, plan: Plan) -> Calls:
+def _of_loaders(ds: shardkit.Dataset, plan: Plan, run: Path) -> Calls:
     names = ("run", "cache", "fields", "lanes", "decode", "fill", "share", "device", "workers", "on_error", "stall_s",
              "stride", "offset", "assignment", "threads", "memory", "prefetch", "transform", "tensors")  # fmt: skip
 
@@ -95,7 +95,8 @@ def _of_loaders(ds: shardkit.Dataset, plan: Plan) -> Calls:
         with ds.loader(plan, rank=0, world=1, **settings) as loader:
             loader.state_dict()
 
-    loader = ds.loader(plan, rank=0, world=1)
+    loader = ds.loader(plan, rank=0, world=1, run=run)
+    batch = next(iter(loader))
     data = shardkit.torch.dataset(ds, plan, rank=0, world=1)
     unusable: Any = shardkit.torch.dataset
     return {
@@ -103,6 +104,15 @@ def _of_loaders(ds: shardkit.Dataset, plan: Plan) -> Calls:
         "plan": lambda value: ds.loader(value, rank=0, world=1),
         "after": lambda value: loader.state_dict(after=value),
         "watch": loader.watch,
+        "note batch": lambda value: loader.note(value, np.zeros(8)),
+        "note losses": lambda value: loader.note(batch, value),
+        "mesh": lambda value: ds.loader(plan, mesh=value),
+        "rebalance": lambda value: ds.loader(plan, rank=0, world=1, uneven=True, rebalance=value),
+        "mixer": lambda value: ds.loader(plan, rank=0, world=1, run=run, mixer=value),
+        "rank": lambda value: ds.loader(plan, rank=value, world=2),
+        "world": lambda value: ds.loader(plan, rank=0, world=value),
+        "resize": lambda value: loader.resize(rank=0, world=value),
+        "set_epoch": data.set_epoch,
         "seek": loader.seek,
         "load_state_dict": loader.load_state_dict,
         "dataset": lambda value: unusable(value, plan),
@@ -118,7 +128,7 @@ def test_values_of_another_kind_are_taken_or_refused_in_words(
     monkeypatch.chdir(tmp_path)
     plan = ds.plan(global_batch=8, lanes=4, seed=0)
     calls = {"plans": lambda: _of_plans(ds, plan), "datasets": lambda: _of_datasets(ds, tmp_path),
-             "loaders": lambda: _of_loaders(ds, plan)}[face]()  # fmt: skip
+             "loaders": lambda: _of_loaders(ds, plan, tmp_path / "run")}[face]()  # fmt: skip
     wrong = []
     for name, call in calls.items():
         for value in VALUES:
