@@ -181,8 +181,8 @@ def detect(source: Source) -> str:
         return index
     if chunk := next((file.path for file in source.files if _CHUNK.search(file.name)), None):
         raise SourceError(
-            f"{chunk}: a chunk of LitData, which is not read; write the samples to Parquet or tars with litdata, or "
-            "keep each file as one sample of bytes with --from folder"
+            f"{chunk}: a chunk of LitData, which is not read; write the samples that litdata reads with "
+            "shardkit.create, or keep each file as one sample of bytes with --from folder"
         )
     suffixes = {file_suffix(file.name): file for file in reversed(source.files)}
     if any(map(media_of, suffixes)):
@@ -214,8 +214,8 @@ def detect(source: Source) -> str:
     for suffix, file in suffixes.items():
         if found := _UNREAD.match(suffix):
             raise SourceError(
-                f"{file.path}: files of .{found.group()} are not read; convert them to tar, Parquet or .npy, or keep "
-                "each as one sample of bytes with --from folder"
+                f"{file.path}: files of .{found.group()} are not read; convert them to tar, Parquet or .npy, write "
+                "their samples with shardkit.create, or keep each as one sample of bytes with --from folder"
             )
     if suffixes.keys() <= _TEXTS:
         return "text"
