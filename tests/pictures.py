@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import sklearn
 from PIL import Image
 
-__all__ = ["encoded", "photograph"]
+__all__ = ["JPEG", "PNG", "encoded", "photograph"]
 
 _FOLDER = Path(sklearn.__file__).parent / "datasets" / "images"
 
@@ -32,3 +32,8 @@ def encoded(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
     sink = io.BytesIO()
     image.save(sink, format, **options)
     return sink.getvalue()
+
+
+JPEG: Final = encoded(Image.new("RGB", (1, 1)))
+PNG: Final = encoded(Image.new("RGB", (1, 1)), "PNG")
+"""The smallest pictures; bytes after them are part of the file and not of the picture."""

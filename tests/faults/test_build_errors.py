@@ -18,8 +18,7 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
 from tests.command_line import output_of, typed
 from tests.faults.faulty_operations import FaultyOperations
-
-PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
+from tests.pictures import PNG
 
 
 def state(root: Path) -> tuple[dict[str, str], int]:

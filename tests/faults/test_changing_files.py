@@ -25,6 +25,7 @@ import shardkit
 from shardkit_tools.adopting.adoption import adopt
 from tests.drills import drill_cases, drill_count
 from tests.integration.test_adopt_mds import ZSTD, write_mds
+from tests.pictures import JPEG
 from tests.unit.test_importer_tokens import write
 
 ROWS = 480
@@ -92,7 +93,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for n in range(ROWS):
         path = pictures / "files" / f"{n % 5}" / f"{n:012d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"\xff\xd8\xff" + chance.randbytes(chance.randrange(6000)))
+        path.write_bytes(JPEG + chance.randbytes(chance.randrange(6000)))
     adopt([pictures / "files"], pictures / "root", block_size="8KiB")
     lines = base / "adopted-lines"
     (lines / "lines").mkdir(parents=True)

@@ -21,6 +21,7 @@ import shardkit_tools.commands.ls as ls_command
 from shardkit.repository.repository import Repository
 from shardkit_tools.main import COMMANDS, make_app
 from tests.command_line import document_of, outcome, output_of, typed
+from tests.pictures import PNG
 
 PROGRAM = [sys.executable, "-c", "from shardkit_tools.main import run; run()"]
 
@@ -32,7 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(40):
         folder = root / ("cat" if number % 4 else "dog")
         folder.mkdir(exist_ok=True)
-        (folder / f"{number:02d}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes([number]) * (100 + number))
+        (folder / f"{number:02d}.png").write_bytes(PNG + bytes([number]) * (100 + number))
     return root
 
 
@@ -557,7 +558,7 @@ def test_output_is_text(tmp_path: Path) -> None:
     """Class names from a folder's names reach the page escaped."""
     folder = tmp_path / "photos" / "c\x1b[2J"
     folder.mkdir(parents=True)
-    (folder / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (folder / "1.png").write_bytes(PNG)
     assert typed("build", tmp_path / "photos", tmp_path / "d", "--stratify", "label")[0] == 0
     out = io.StringIO(typed("show", tmp_path / "d")[1]).read()
     assert "\x1b" not in out

@@ -18,6 +18,7 @@ import shardkit
 from shardkit_tools.main import COMMANDS
 from tests.command_line import ForkedCommand, call, output_of
 from tests.integration.forked import launch_forked
+from tests.pictures import PNG
 
 README = Path(__file__).parents[2] / "README.md"
 CLUSTER = Path(__file__).parents[2] / "examples" / "clusters" / "lab-8.toml"
@@ -160,7 +161,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
     output_of("select", str(digits), "--rows", str(home / "somebody"), "--ref", "val")
     for name in ("cat", "dog"):
         (home / "photos" / name).mkdir(parents=True)
-        (home / "photos" / name / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + name.encode())
+        (home / "photos" / name / "1.png").write_bytes(PNG + name.encode())
     output_of("build", str(home / "photos"), str(home / "tarred"))
     tars.mkdir()
     shutil.copy(next((home / "tarred" / "objects").rglob("*.tar")), tars / "a.tar")

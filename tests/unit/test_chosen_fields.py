@@ -24,6 +24,7 @@ from shardkit_tools import build
 from shardkit_tools.importers import ImportOptions, open_source
 from tests.command_line import call
 from tests.importer_conformance import check_importer
+from tests.pictures import JPEG
 
 ROWS: list[dict[str, Any]] = [
     {"First Name": f"n{n}", "age": n, "1st/note": f"note {n}", "left": "x" * n} for n in range(1, 30)
@@ -150,20 +151,20 @@ def test_arrays_and_class_folders(tmp_path: Path) -> None:
     ]
     for label in ("cat", "dog"):
         (tmp_path / "images" / label).mkdir(parents=True)
-        (tmp_path / "images" / label / "a.jpg").write_bytes(b"\xff\xd8\xff" + label.encode())
+        (tmp_path / "images" / label / "a.jpg").write_bytes(JPEG + label.encode())
     renamed = build(tmp_path / "images", tmp_path / "root", options=ImportOptions(rename={"image": "jpeg"}))
     assert renamed.rows == 2
     ds = shardkit.open(tmp_path / "root")
     assert list(ds.schema) == ["jpeg", "label"]
     assert ds.manifest.classes == ("cat", "dog")
-    assert {sample["jpeg"] for sample in ds} == {b"\xff\xd8\xffcat", b"\xff\xd8\xffdog"}
+    assert {sample["jpeg"] for sample in ds} == {JPEG + b"cat", JPEG + b"dog"}
 
 
 def test_what_is_beside_a_file_and_its_class_are_left_out(tmp_path: Path) -> None:
     for label in ("cat", "dog"):
         (tmp_path / "images" / label).mkdir(parents=True)
         for n in range(2):
-            (tmp_path / "images" / label / f"{n}.jpg").write_bytes(b"\xff\xd8\xff" + bytes([n]))
+            (tmp_path / "images" / label / f"{n}.jpg").write_bytes(JPEG + bytes([n]))
             (tmp_path / "images" / label / f"{n}.json").write_text(f'{{"n": {n}}}')
     fields = {"image": "bytes", "label": "int64", "meta": "json"}
     for dropped in fields:

@@ -13,6 +13,7 @@ import shardkit
 from shardkit_tools import build
 from shardkit_tools.importers import ImportOptions
 from tests.command_line import output_of
+from tests.pictures import PNG
 
 
 def _parquet(path: Path, size: int) -> Path:
@@ -28,7 +29,7 @@ def _lines(path: Path, count: int = 50) -> Path:
 def _pictures(folder: Path) -> Path:
     for name in ("cat", "dog"):
         (folder / name).mkdir(parents=True)
-        (folder / name / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + name.encode())
+        (folder / name / "1.png").write_bytes(PNG + name.encode())
     return folder
 
 

@@ -3,9 +3,11 @@ from __future__ import annotations
 import csv
 import json
 import os
+import sys
 import tempfile
 import unicodedata
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -15,13 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import NotFoundError, ShardkitError, SourceError
-from shardkit_tools.importers import ImportOptions, SourceFailure, detect, open_source
+from shardkit_tools.importers import ImportOptions, SourceFailure, detect, folder, open_source
 from shardkit_tools.importers.source_files import list_source
 from tests.importer_conformance import check_importer, read_all
-from tests.pictures import encoded, photograph
-
-PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
-JPEG = b"\xff\xd8\xff\xe0" + b"pixels"
+from tests.pictures import JPEG, PNG, encoded, photograph
 
 
 def tree(root: Path, files: dict[str, bytes]) -> str:
@@ -304,16 +303,47 @@ def write_metadata(path: Path, rows: list[dict[str, object]]) -> None:
         pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "BMP"])
-def test_pictures_cut_short_are_found_where_they_are_decoded(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(
+    ("check", "form", "is_found"),
+    [
+        *[("decode", form, True) for form in ("JPEG", "PNG", "GIF", "BMP")],
+        *[("", form, True) for form in ("JPEG", "PNG", "GIF", "WEBP")],
+        *[("", form, False) for form in ("BMP", "TIFF")],
+        ("none", "JPEG", False),
+    ],
+)
+def test_pictures_cut_short_are_found_where_they_are_decoded(
+    tmp_path: Path, check: Literal["", "decode", "none"], form: str, is_found: bool
+) -> None:
     whole = encoded(photograph(0, 64, 48), form)
     cuts = [len(whole) * part // 8 for part in range(2, 7)]
     files = {f"{cut:06}.jpg": whole[:cut] for cut in cuts}
-    source = tree(tmp_path, {**files, "whole.jpg": whole})
-    importer = open_source(source, options=ImportOptions(check="decode"))
-    rows = [row for task in importer.tasks() for row in importer.read(task)]
-    assert [isinstance(row, SourceFailure) for row in rows] == [True] * len(cuts) + [False]
-    assert len(read_all(open_source(source))) == len(files) + 1
+    source = open_source(tree(tmp_path, {**files, "whole.jpg": whole}), options=ImportOptions(check=check))
+    rows = [row for task in source.tasks() for row in source.read(task)]
+    assert [isinstance(row, SourceFailure) for row in rows] == [is_found] * len(cuts) + [False]
+
+
+def test_large_folders_and_machines_without_pillow_say_that_pictures_are_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tree(tmp_path, {"1.jpg": JPEG[:-300], "2.jpg": JPEG, "3.jpg": JPEG})
+    monkeypatch.setattr(folder, "_DECODED_FILES", 2)
+    for check in ("", "decode", "none"):
+        folder.why_not_decoded.cache_clear()
+        opened = open_source(source, options=ImportOptions(check=check))
+        said = [note for note in opened.source.notes if "--check decode" in note]
+        assert [note.partition(", because ")[2].partition(";")[0] for note in said] == (
+            [] if check else ["there are more than 2"]
+        )
+        rows = [row for task in opened.tasks() for row in opened.read(task)]
+        assert isinstance(rows[0], SourceFailure) is (check == "decode")
+    folder.why_not_decoded.cache_clear()
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert any(
+        "Pillow is not installed" in note
+        for note in open_source(tree(tmp_path / "x", {"1.jpg": JPEG})).source.notes
+    )
+    folder.why_not_decoded.cache_clear()
 
 
 def test_metadata_joins_names_of_another_unicode_form(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from shardkit.errors import NotFoundError, ShardkitError, SourceError, UsageErro
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import open_source, remote_files
 from tests.importer_conformance import check_importer, read_all
+from tests.pictures import PNG
 
 
 @pytest.fixture
@@ -30,8 +31,8 @@ def put(url: str, data: bytes) -> None:
 
 
 def test_folders_files_and_globs_behind_a_url(bucket: str, tmp_path: Path) -> None:
-    put(f"{bucket}/photos/cat/1.png", b"\x89PNG\r\n\x1a\n1")
-    put(f"{bucket}/photos/dog/2.png", b"\x89PNG\r\n\x1a\n2")
+    put(f"{bucket}/photos/cat/1.png", PNG + b"1")
+    put(f"{bucket}/photos/dog/2.png", PNG + b"2")
     put(f"{bucket}/photos/.hidden/3.png", b"")
     importer = open_source(f"{bucket}/photos")
     assert importer.classes == ("cat", "dog")

@@ -20,8 +20,7 @@ from shardkit_tools import build
 from shardkit_tools.adopting import adopt
 from shardkit_tools.importers import ImportOptions
 from tests.command_line import call
-
-JPEG = b"\xff\xd8\xff"
+from tests.pictures import JPEG, PNG
 
 
 def pictures(folder: Path) -> None:
@@ -189,7 +188,7 @@ def _arrow(path: Path) -> None:
 
 
 def _png(path: Path) -> None:
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + path.name.encode())
+    path.write_bytes(PNG + path.name.encode())
 
 
 GOOD: dict[str, Callable[[Path], object]] = {

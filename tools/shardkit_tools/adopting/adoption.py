@@ -49,14 +49,12 @@ from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_tempora
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
 from shardkit_tools.building.worker import PacedReport, Report
 from shardkit_tools.console import count_text
-from shardkit_tools.importers.protocol import ImportOptions
+from shardkit_tools.importers.protocol import ImportOptions, refuse_failures
 
 _MAX_RECORD_BYTES = 64 << 20
 
 _GROUP_FILES, _GROUP_BYTES = 64, 16 << 20  # maximum of the files that a process reads before it returns
 _WRITERS = 16  # threads that make the facts of files durable
-
-_SHOWN = 20  # messages of samples in an error
 
 _SHARD_FACTS = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
 
@@ -342,7 +340,9 @@ class _Adopting:
             for files in engine.run(make, groups, self._meter.add, here=here):
                 found |= {file.number: file for file in files}
         self._meter.end()
-        self._check_failures([text for task in self._tasks for text in found[task.number].failures])
+        self._skipped = tuple(text for task in self._tasks for text in found[task.number].failures)
+        if not self.options.skip_bad_rows:
+            refuse_failures(self._skipped)
         seen: dict[str, AdoptTask] = {}
         for task in self._tasks:
             first = seen.setdefault(found[task.number].digest or str(task.number), task)
@@ -351,14 +351,6 @@ class _Adopting:
                     f"{task}: the same bytes as {first}, its samples would be there twice; name one of them"
                 )
         return [found[task.number] for task in self._tasks if found[task.number].rows]
-
-    def _check_failures(self, failures: Sequence[str]) -> None:
-        """Note the samples that cannot be read; raise SourceError if they may not be left out, or all are bad."""
-        self._skipped = tuple(failures)
-        shown = "; ".join(failures[:_SHOWN]) + ("; …" if len(failures) > _SHOWN else "")
-        if failures and not self.options.skip_bad_rows:
-            many = f"{count_text(len(failures), 'sample')} cannot be read: {shown}; fix these, or leave them out: "
-            raise SourceError(failures[0] if len(failures) == 1 else f"{many}--on-error skip")
 
     def make(self, repository: Repository, found: Sequence[AdoptedShard]) -> Manifest:
         self._meter.begin("commit")

@@ -82,7 +82,7 @@ from shardkit_tools.building.passes import (
 from shardkit_tools.building.source_digests import SourceDigests, shared_files, warn_of_replacement
 from shardkit_tools.importers.folder import FolderLayout, split_notes
 from shardkit_tools.importers.numpy_arrays import RowsImporter
-from shardkit_tools.importers.protocol import Importer
+from shardkit_tools.importers.protocol import Importer, refuse_failures
 from shardkit_tools.transforms import TransformedImporter
 
 # Larger rows are mostly copied and hashed.
@@ -256,6 +256,8 @@ class BuildRun:
             found[rows.facts.number] = rows
         self._meter.end()
         read = [found.pop(number) for number in range(len(self._tasks))]
+        if not self._settings.skips:  # files that are one sample are refused together
+            refuse_failures([row.message for task in read for row in task.facts.skipped])
         return [task.facts for task in read], [task.columns for task in read]
 
     def _lay_out(

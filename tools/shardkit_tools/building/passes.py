@@ -186,7 +186,7 @@ class ReadWorker:
     _: KW_ONLY
     seed: int | None  # seed of the shuffle, None to keep the order
     folder: JobFolder  # the job directory
-    skip: bool  # leave out unreadable rows instead of failing
+    skip: bool  # leave out unreadable rows instead of failing; those of whole files are returned in any case
     run_bytes: int  # see `RowSpool`
     batch_bytes: int  # see `RowSpool`
     marks: RowMarks  # additional columns
@@ -247,7 +247,7 @@ class ReadWorker:
         for found in rows:
             failures = [found] if isinstance(found, SourceFailure) else self._take(found, paths, spool, paced)
             for failure in failures:
-                if not self.skip:
+                if not (self.skip or self._reads_whole):
                     raise failure.error
                 # a message may quote bytes of the source that are not text
                 message = str(failure.error).encode("utf-8", "backslashreplace").decode("utf-8")[:1_000]

@@ -35,7 +35,7 @@ def adopt(
     dtype: Annotated[str, options.DTYPE] = "",
     row: Annotated[int, options.ROW] = 0,
     quote: Annotated[str, options.QUOTE] = "",
-    check: Annotated[Literal["", "decode"], options.CHECK] = "",
+    check: Annotated[Literal["", "decode", "none"], options.CHECK] = "",
     follow_links: Annotated[bool, options.FOLLOW_LINKS] = False,
     classes: Annotated[bool | None, options.CLASSES] = None,
     split_folders: Annotated[bool | None, options.SPLIT_FOLDERS] = None,

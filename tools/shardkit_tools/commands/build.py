@@ -64,7 +64,7 @@ def build(
             "generated; default: prefixed where the first keys of several tars are equal.",
         ),
     ] = "",
-    check: Annotated[Literal["", "decode"], options.CHECK] = "",
+    check: Annotated[Literal["", "decode", "none"], options.CHECK] = "",
     follow_links: Annotated[bool, options.FOLLOW_LINKS] = False,
     per: Annotated[
         Literal["file", "line"], _SOURCE("--per file|line", "Of text: one sample per file or per line.")

@@ -8,6 +8,8 @@ a.wav  a.txt  b.wav  b.txt …                no folders → no label; ``a.txt``
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import re
 from bisect import bisect_left
@@ -55,6 +57,8 @@ _IMAGE_SIGNATURES = (
     *(b"P1", b"P2", b"P3", b"P4", b"P5", b"P6", b"P7", b"\xff\x0a", b"\xff\x4f\xff\x51"),
 )
 _IMAGE_BOXES = (b"ftyp", b"jP  ", b"JXL ")  # AVIF, HEIC, JPEG 2000 and JPEG XL begin with the size of a box
+_DECODED_SIGNATURES = _IMAGE_SIGNATURES[:4]  # every Pillow decodes them; TIFF may hold what it cannot
+_DECODED_FILES = 100_000  # of a folder whose pictures are decoded by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +111,12 @@ class FolderImporter(FileImporter):
             raise SourceError(
                 f"{own.path}: not an image (it starts with {data[:8].hex(' ')}); fetch it again, or remove it"
             )
-        if self.media == "image" and self.options.check == "decode":
+        if self.media == "image" and self._is_decoded(data):
             try:
                 decode_picture(data)
             except FormatError as error:
                 raise SourceError(
-                    f"{own.path}: {error}; fetch it again, remove it, or leave such files out: --on-error skip"
+                    f"{own.path}: {error}; --on-error skip leaves such pictures out, --check none keeps them"
                 ) from error
         sample: dict[str, object] = {self.media: data} if self.media in self.fields else {}
         if self.layout.classes and "label" in self.fields:
@@ -128,8 +132,22 @@ class FolderImporter(FileImporter):
             sample |= {name: value for name, value in described.items() if name in self.fields}
         return sample
 
+    def _is_decoded(self, data: bytes) -> bool:
+        """Return True if a picture is decoded to find damage."""
+        if self.options.check:
+            return self.options.check == "decode"
+        return data.startswith(_DECODED_SIGNATURES) and not why_not_decoded(len(self.samples))
+
     def _settings(self) -> dict[str, object]:
         return {**self.layout.describe(), **({} if self.metadata is None else {"metadata": True})}
+
+
+@functools.cache
+def why_not_decoded(files: int) -> str:
+    """Return why pictures are not decoded by default in a folder of so many files; "" if they are."""
+    if files > _DECODED_FILES:
+        return f"there are more than {_DECODED_FILES:,}"
+    return "" if importlib.util.find_spec("PIL") else "Pillow is not installed"
 
 
 def _with_sidecars(files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, list[SourceFile]]]:
@@ -158,6 +176,10 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
         raise SourceError(f"{source.given}: {_mixture(media, source)}")
     samples = sorted((_arrange(files) for files in by_stem.values()), key=lambda sample: sample[0].name)
     (own,) = media
+    if own == "image" and not options.check and (why := why_not_decoded(len(samples))):
+        source.notes.append(
+            f"pictures are not decoded, because {why}; --check decode finds those that are cut short"
+        )
     sidecars = _sidecar_types(samples, source.notes)
     metadata = open_metadata(source, options, [own, *sidecars])
     if metadata is not None and options.classes is None:  # as in the folders of Hugging Face

@@ -18,9 +18,10 @@ import numpy as np
 
 from shardkit.dataset.arrow_columns import sample_batch
 from shardkit.dataset.encoding import RowOrigin
-from shardkit.errors import SampleError, SchemaError, ShardkitError, UsageError
+from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError, UsageError
 from shardkit.extras import shell_word
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema
+from shardkit_tools.console import count_text
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 4096
@@ -58,8 +59,8 @@ class ImportOptions:
             whose quotes do not enclose cells.
         keys: keys of samples in tars, and in tables with a column of keys: "source"; "prefixed" with the name of the
             file; "none": generated; "": "prefixed" if the first keys of several tars are equal, otherwise "source".
-        check: "decode": pictures of a folder are decoded, so that damaged ones are found; "": only their first
-            bytes are checked.
+        check: "decode": pictures of a folder are decoded, so that damaged ones are found; "none": only their first
+            bytes are checked; "": JPEG, PNG, GIF and WebP are decoded in folders of up to 100,000 files.
         follow_links: symbolic links out of the source, and to folders, are followed.
         unchecked: rows go to a function that may fix them: values that do not fit are passed as they are in
             the source, missing values as None, and no field name is refused.
@@ -80,7 +81,7 @@ class ImportOptions:
     encoding: str = ""
     quote: str = ""
     keys: str = ""
-    check: Literal["", "decode"] = ""
+    check: Literal["", "decode", "none"] = ""
     follow_links: bool = False
     unchecked: bool = False
 
@@ -91,6 +92,8 @@ class ImportOptions:
             raise UsageError(f"--keys is {self.keys!r}; expected source, prefixed or none")
         if self.arrays not in ("", "rows", "files", "fields"):
             raise UsageError(f"--arrays is {self.arrays!r}; expected rows, files or fields")
+        if self.check not in ("", "decode", "none"):
+            raise UsageError(f"--check is {self.check!r}; expected decode or none")
         if self.quote not in ("", '"', "none"):
             raise UsageError(f"--quote is {self.quote!r}; expected '\"' or none")
 
@@ -492,3 +495,18 @@ class FileImporter:
     def _settings(self) -> dict[str, object]:
         """Return further settings that decide the samples, for the recipe."""
         return {"flatten": True} if self.options.flatten else {}
+
+
+_MESSAGES = 20  # of samples in an error
+
+
+def refuse_failures(messages: Sequence[str]) -> None:
+    """Raise SourceError if there are messages of samples that cannot be read; it has the first of them."""
+    if len(messages) < 2:
+        for message in messages:
+            raise SourceError(message)
+        return
+    shown = "; ".join(messages[:_MESSAGES]) + ("; …" if len(messages) > _MESSAGES else "")
+    raise SourceError(
+        f"{count_text(len(messages), 'sample')} cannot be read: {shown}; fix these, or leave them out: --on-error skip"
+    )
