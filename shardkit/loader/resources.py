@@ -67,6 +67,8 @@ class LoaderResources:
         if _needs_network(sources):
             from shardkit.loader.remote_blocks import RemoteBlocks
 
+            if self._bound is None:  # reading ahead expects blocks that are used again in memory
+                memory = memory * 3 // 2
             self.remote = RemoteBlocks(setup, memory)
         # Blocks after use are kept up to the bound if they came over a network, or if any step may need them again.
         self._fills = self.remote is not None or plan.settings.shuffle == "full"

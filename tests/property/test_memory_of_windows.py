@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import shardkit
+from tests.command_line import output_of
 
 _SIZES = st.one_of(st.integers(0, 60), st.integers(500, 9000), st.just(200_000), st.just(3_000_000))
 
@@ -142,3 +143,25 @@ def test_a_window_grows_for_a_large_step_up_to_the_bound(tmp_path: Path) -> None
             range(256)
         )
         assert loader.memory_needed < 2_000_000 <= loader.stats()["peak_bytes"] <= 64 << 20
+
+
+def test_a_window_over_a_network_has_room_for_uneven_blocks_unless_it_is_bounded(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    with shardkit.create(root, {"x": "bytes"}, block_size="32KiB", shard_size="1MiB") as writer:
+        for number in range(4000):
+            writer.add({"x": bytes(number)})
+
+    def share(memory: str | None) -> float:
+        """Memory of the window as a share of the need."""
+        dataset = shardkit.open(root)
+        with dataset.loader(dataset.plan(global_batch=16, lanes=4), tensors=False, memory=memory) as loader:
+            next(iter(loader))
+            assert loader.resources is not None
+            return loader.resources.memory / loader.memory_needed
+
+    assert share(None) == 1
+    # a dataset with two locations is not one folder
+    output_of("place", root, "--location", f"b={tmp_path / 'b'},domain=b", "--copies", "2")
+    assert share(None) == pytest.approx(1.5, abs=0.001)
+    bounded = share("64MiB")
+    assert share("32MiB") == pytest.approx(bounded / 2)
