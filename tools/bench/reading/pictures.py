@@ -2,7 +2,7 @@
 
 Each reader starts in a new process with an empty cache. The sizes are the sizes of ImageNet's pictures; the bytes are
 random and not decoded, because decoding would hide the loaders (tools/bench/images.py measures it). Readers with
-worker processes have two, and shardkit its threads.
+worker processes have two, Energon one, and shardkit its threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["LATENCY_S", "measure"]
 
 LATENCY_S = 0.01
 BUCKET = "bench"
-WORKERS = 2
+WORKERS = {"shardkit_reader": 0, "energon": 1}
+"""Worker processes of a reader, of others two. With two, Energon's storage client loses the end of tars."""
 READ_BUCKETS = ("mosaicml", "litdata_reader", "webdataset_reader", "hf_iterable", "lance_reader", "lancedb_reader",
                 "energon")  # fmt: skip
 """Peers that read a bucket without a download of all data before."""
@@ -74,7 +75,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
                 tars = sorted((root / name).glob("*.tar"))
                 special = {"urls": [f"{endpoint}/{BUCKET}/{name}/{tar.name}" for tar in tars]}
             remote = replace(job, directory=f"s3://{BUCKET}/{name}", environment=environment, settings=special,
-                             workers=0 if name == "shardkit_reader" else WORKERS)  # fmt: skip
+                             workers=WORKERS.get(name, 2))  # fmt: skip
             entrants[name] = Entrant("", remote, frozenset())
         if "shardkit_reader" in entrants and "error" not in found["shardkit_reader"]:
             job = entrants["shardkit_reader"].job

@@ -37,10 +37,12 @@ class _Reader:
         from litdata.streaming import downloader
 
         self.field = workload.field
-        remote = {"cache_dir": cache, "storage_options": {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}}
-        if cache:  # its faster client refuses plain HTTP, and no public option allows it
+        remote: dict[str, Any] = {}
+        if cache:
+            remote = {"cache_dir": cache, "storage_options": {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}}
+            # its faster client refuses plain HTTP, and no public option allows it
             downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001
-        data = StreamingDataset(directory, shuffle=True, **(remote if cache else {}))
+        data = StreamingDataset(directory, shuffle=True, **remote)
         collate = {"collate_fn": _Bytes(workload.field)} if workload.dtype == "" else {}
         self.loader = StreamingDataLoader(data, batch_size=workload.batch, num_workers=workers, **collate)
 
