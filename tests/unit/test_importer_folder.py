@@ -307,15 +307,15 @@ def write_metadata(path: Path, rows: list[dict[str, object]]) -> None:
     ("check", "form", "is_found"),
     [
         *[("decode", form, True) for form in ("JPEG", "PNG", "GIF", "BMP")],
-        *[("", form, True) for form in ("JPEG", "PNG", "GIF", "WEBP")],
-        *[("", form, False) for form in ("BMP", "TIFF")],
+        *[("", form, True) for form in ("JPEG", "PNG", "GIF")],
+        *[("", form, False) for form in ("WEBP", "BMP", "TIFF")],
         ("none", "JPEG", False),
     ],
 )
 def test_pictures_cut_short_are_found_where_they_are_decoded(
     tmp_path: Path, check: Literal["", "decode", "none"], form: str, is_found: bool
 ) -> None:
-    whole = encoded(photograph(0, 64, 48), form)
+    whole = encoded(photograph(0, 256, 192), form)
     cuts = [len(whole) * part // 8 for part in range(2, 7)]
     files = {f"{cut:06}.jpg": whole[:cut] for cut in cuts}
     source = open_source(tree(tmp_path, {**files, "whole.jpg": whole}), options=ImportOptions(check=check))

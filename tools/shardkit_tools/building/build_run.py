@@ -192,7 +192,9 @@ class BuildRun:
         )
 
     def _build(self, to: Destination, parent: str, job: Job) -> BuildResult:
-        read = finished_tasks(job, self._tasks, self._importer.files())
+        finished = finished_tasks(job, self._tasks, self._importer.files())
+        # what was refused is read again: its files, or how they are checked, may be others
+        read = {n: rows for n, rows in finished.items() if self._settings.skips or not rows.facts.skipped}
         reused = len(read)
         self._check_space(to.repository, parent, job, read)
         known = {file.name for rows in read.values() for file in rows.facts.files}

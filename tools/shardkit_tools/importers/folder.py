@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from shardkit.errors import FormatError, SourceError
 from shardkit.formats.strict_json import parse_json
-from shardkit.images.decoding import decode_picture
+from shardkit.images.decoding import PictureReader, decode_picture
 from shardkit_tools.importers.file_metadata import FileMetadata, open_metadata
 from shardkit_tools.importers.line_ranges import cut_lines, read_lines
 from shardkit_tools.importers.protocol import (
@@ -57,7 +57,7 @@ _IMAGE_SIGNATURES = (
     *(b"P1", b"P2", b"P3", b"P4", b"P5", b"P6", b"P7", b"\xff\x0a", b"\xff\x4f\xff\x51"),
 )
 _IMAGE_BOXES = (b"ftyp", b"jP  ", b"JXL ")  # AVIF, HEIC, JPEG 2000 and JPEG XL begin with the size of a box
-_DECODED_SIGNATURES = _IMAGE_SIGNATURES[:4]  # every Pillow decodes them; TIFF may hold what it cannot
+_DECODED_SIGNATURES = _IMAGE_SIGNATURES[:3]  # every Pillow reads their headers if they are cut short
 _DECODED_FILES = 100_000  # of a folder whose pictures are decoded by default
 
 
@@ -136,7 +136,13 @@ class FolderImporter(FileImporter):
         """Return True if a picture is decoded to find damage."""
         if self.options.check:
             return self.options.check == "decode"
-        return data.startswith(_DECODED_SIGNATURES) and not why_not_decoded(len(self.samples))
+        if why_not_decoded(len(self.samples)) or not data.startswith(_DECODED_SIGNATURES):
+            return False
+        try:
+            PictureReader(data, "pillow")
+        except FormatError:  # of no size, or too large for a decoder: a file with a signature, as it is
+            return False
+        return True
 
     def _settings(self) -> dict[str, object]:
         return {**self.layout.describe(), **({} if self.metadata is None else {"metadata": True})}
