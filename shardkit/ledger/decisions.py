@@ -144,8 +144,8 @@ class _Pass:
 class DecisionLines:
     """Decisions of a mixer about a plan, by the passes of the run over its steps.
 
-    A run that goes back decides again. What it had decided before stays in force for the steps that it had taken
-    before and does not take again: a start may continue from there.
+    A run that goes back decides again. Its earlier decisions stay in force for the steps that it took earlier and
+    does not take again: a start may continue from there.
 
     Args:
         events: of a ledger, in order.
@@ -195,7 +195,7 @@ class DecisionLines:
     def _decide(self, decision: Decision, reached: Sequence[int]) -> None:
         last = self._passes[-1] if self._passes else None
         is_next = last is not None and (last.own == last.begin or decision.stage - 1 in last.known)
-        if last is None or not is_next:  # it went forward, of which no event tells
+        if last is None or not is_next:  # it went forward, which is not recorded
             self._close(reached, None if last is None else last.own)
             self._begin(decision.step, decision.start)
         self._passes[-1].known[decision.stage] = decision
