@@ -12,6 +12,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -353,7 +354,10 @@ _EXPECTED: Final = 1 << 16
 
 @dataclass
 class BlockTimes:
-    """Loads by shard and by lane, and the slowest loads. Thread-safe; takes about 1 µs per block."""
+    """Loads by shard and by lane, and the slowest loads. Thread-safe; takes about 1 µs per block.
+
+    A block that is loaded again, because it was evicted or because lanes moved, counts for the same lane.
+    """
 
     _name: Callable[[int], str]  # returns the name of a shard for people
     _is_local: Callable[[int], bool]  # returns True if a shard is a local file
@@ -363,19 +367,22 @@ class BlockTimes:
         default_factory=list
     )  # heap of (seconds, time, shard, block)
     _lanes: dict[int, list[float]] = field(default_factory=dict)  # lane → [loads, seconds, bytes]
-    _expected: dict[int, int] = field(default_factory=dict)  # block of the dataset → lane that needs it first
+    # block of the dataset → lane that needs it first, for the blocks named last
+    _expected: dict[int, int] = field(default_factory=dict)
 
     def expect(self, blocks: Iterable[int], lanes: Iterable[int]) -> None:
         """Set the lane that needs each block of the dataset first; call it before the blocks are loaded."""
         with self._lock:
-            if len(self._expected) > _EXPECTED:  # entries of blocks that were in memory and are not loaded
-                self._expected.clear()
-            self._expected.update(zip(blocks, lanes, strict=True))
+            for block, lane in zip(blocks, lanes, strict=True):
+                self._expected.pop(block, None)  # an entry that is set again becomes the newest
+                self._expected[block] = lane
+            for block in list(islice(self._expected, max(0, len(self._expected) - _EXPECTED))):
+                del self._expected[block]
 
     def note(self, shard: int, block: int, seconds: float, num_bytes: int, number: int = -1) -> None:
         """Count a block that has been loaded, verified and decompressed."""
         with self._lock:
-            lane = self._expected.pop(number, None)
+            lane = self._expected.get(number)  # kept: after a rebalance, a block may be loaded twice
             if lane is not None:
                 cost = self._lanes.setdefault(lane, [0, 0.0, 0])
                 cost[0] += 1

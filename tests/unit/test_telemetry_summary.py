@@ -115,8 +115,18 @@ def test_loads_are_counted_for_the_lane_that_needs_the_block_first() -> None:
     times.expect([10, 11, 12], [0, 0, 5])
     for number, seconds in ((10, 0.5), (11, 0.25), (12, 3.0), (13, 9.0)):  # of 13 nobody has spoken
         times.note(0, number, seconds, 100, number=number)
-    times.note(0, 12, 1.0, 100, number=12)  # nor of the second load of 12
+    times.note(0, 12, 1.0, 100, number=12)  # loaded again: after an eviction, or because lanes moved
     times.expect([12], [4])
     times.note(0, 12, 0.125, 100, number=12)
-    assert times.lane_loads() == [[5, 1, 3.0, 100], [0, 2, 0.75, 200], [4, 1, 0.125, 100]]
+    assert times.lane_loads() == [[5, 2, 4.0, 200], [0, 2, 0.75, 200], [4, 1, 0.125, 100]]
     assert times.hot_shards() == [["shard 0", 6, 600]]
+
+
+def test_lanes_of_the_blocks_named_last_are_known() -> None:
+    times = BlockTimes(lambda shard: f"shard {shard}", lambda _: True)
+    times.expect(range(40_000), [1] * 40_000)
+    times.expect(range(10), [2] * 10)
+    times.expect(range(40_000, 70_000), [3] * 30_000)
+    for block in (5, 15, 39_999, 69_999):  # 15 has been forgotten
+        times.note(0, block, 1.0, 100, number=block)
+    assert sorted(times.lane_loads()) == [[1, 1, 1.0, 100], [2, 1, 1.0, 100], [3, 1, 1.0, 100]]
