@@ -90,17 +90,19 @@ class Tars:
     schema: Schema
     files: tuple[SourceFile, ...]
     notes: tuple[str, ...]
+    skip: bool  # samples that cannot be read are left out
 
     @classmethod
     def of(cls, importer: WebDatasetImporter) -> Self:
         """Return the tars of an importer."""
-        return cls(importer.schema, importer.source.files, tuple(importer.source.notes))
+        source = importer.source
+        return cls(importer.schema, source.files, tuple(source.notes), importer.options.skip_bad_rows)
 
     def tasks(self) -> list[AdoptTask]:
         return [AdoptTask(number, (file,)) for number, file in enumerate(self.files)]
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
-        return TarScan(task, self.schema, axes, block_bytes, report).run()
+        return TarScan(task, self.schema, axes, block_bytes, report, self.skip).run()
 
 
 _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from shardkit.errors import FormatError, SourceError
+from shardkit.extras import shell_word
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.fields import decode_json
 from shardkit.formats.reading import tar_column
@@ -86,13 +87,21 @@ class LocatedRows:
             except FormatError:
                 suspects = range(len(rows))  # one of these is bad
             for row in suspects:
-                try:
-                    self._check_column(raw, table[row : row + 1, place], kind, name)
-                except FormatError as error:
-                    raise SourceError(
-                        f"{self.path} {name_of(row)}: {error}; fix it, or keep its bytes with --schema {name}=bytes"
-                    ) from None
+                self.check_value(raw, table[row, place], name, name_of(row))
         self._tables.append(table)
+
+    def check_value(self, raw: NDArray[np.uint8], span: ArrayLike, name: str, row: str) -> None:
+        """Check one value, the (offset, size) of which is `span`.
+
+        Raises:
+            SourceError: It cannot be decoded; the message names file and row.
+        """
+        try:
+            self._check_column(raw, np.array([span], np.int64), self.schema[name], name)
+        except FormatError as error:
+            raise SourceError(
+                f"{self.path} {row}: {error}; fix it, or keep its bytes with --schema {shell_word(name)}=bytes"
+            ) from None
 
     def _check_column(
         self, raw: NDArray[np.uint8], table: NDArray[np.int64], kind: FieldType, name: str

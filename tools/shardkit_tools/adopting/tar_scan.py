@@ -96,6 +96,7 @@ class TarScan:
     axes: Sequence[str]  # fields to stratify by
     block_bytes: int  # target size of a block
     report: Report  # called with (rows, bytes) read
+    skip: bool = False  # leave samples out that cannot be read
     block_rows: int | None = None  # None: the number in the first `block_bytes`, once these are read
 
     def __post_init__(self) -> None:
@@ -106,6 +107,7 @@ class TarScan:
         self._block_start = 0
         self._path = self.task.file.path
         self._located = LocatedRows(self.schema, self._path)
+        self._failures: list[str] = []
 
     def run(self) -> ScannedFile:
         """Read the tar and describe it; if a block gets far too large, read again with smaller blocks."""
@@ -122,27 +124,62 @@ class TarScan:
                 end = self._read_rows()
             finally:
                 self.position = self._stream.position
-            if not self.rows:
+            if not self.rows and not self._failures:
                 raise SourceError(f"{self._path}: the tar holds no samples; leave it out")
-            self._end_block(end)
+            if self.rows:
+                self._end_block(end)
             self._blocks.add_tail(self._stream.take(self._stream.position - end))
+            self._blocks.add_rest(self.report)  # after damage
+            if not self.rows:
+                self._blocks.check()
+                return ScannedFile("", None, (), failures=tuple(self._failures))
         columns = {"format": "tar"} | key_columns(self._keys) | self._located.columns()
         runs = self._runs.checked(self._path)
-        return self._blocks.scanned(self.schema, self.block_rows or self.rows, runs, **columns)
+        scanned = self._blocks.scanned(self.schema, self.block_rows or self.rows, runs, **columns)
+        return replace(scanned, failures=tuple(self._failures))
 
     # Rows
 
     def _read_rows(self) -> int:
-        """Read to the end and return the end of the last sample."""
+        """Read to the end, or to damage if bad samples are left out; return the end of the last sample."""
         end = 0
-        for sample in tar_samples(self._members(), self._path):
-            members = [member for _, member in sample.members.values()]
-            row = self._row(sample, members[0].start)
-            end = members[-1].end
-            if self.block_rows is None and row.start >= self.block_bytes:
-                self.block_rows = max(1, self.rows)  # depends only on the tar
-            self._place(row)
+        try:
+            for sample in tar_samples(self._members(), self._path):
+                members = [member for _, member in sample.members.values()]
+                row = self._good_row(sample, members[0].start)
+                if row is None:
+                    continue
+                end = members[-1].end
+                if self.block_rows is None and row.start >= self.block_bytes:
+                    self.block_rows = max(1, self.rows)  # depends only on the tar
+                self._place(row)
+        except SourceError as error:
+            if not self.skip:
+                raise
+            self._failures.append(f"{error}; its samples are read up to byte {end}")
         return end
+
+    def _good_row(self, sample: TarSample, start: int) -> _TarRow | None:
+        """Return the row of a sample; None if it is left out."""
+        if sample.is_last and sample.members.keys() != self.schema.keys():
+            return None
+        try:
+            if sample.error is not None:
+                raise sample.error
+            row = self._row(sample, start)
+            # a block of this tar has as many rows as any other, so a bad one is found before it is in a block
+            for name in self.schema if self.skip else ():
+                data, at = sample.members[name][1].data, sample.members[name][1].offset
+                offset, size = row.fields[name]
+                raw = np.frombuffer(data, np.uint8)
+                self._located.check_value(raw, (offset - at, size), name, f"sample {sample.key!r}")
+        except SourceError as error:
+            if not self.skip:
+                raise
+            self._failures.append(str(error))
+            return None
+        self._keys.append(sample.key)
+        return row
 
     def _members(self) -> Iterator[Member]:
         for member in read_members(self._stream, self._path, one_name=True):
@@ -170,7 +207,6 @@ class TarScan:
                 value = _axis_value(kind, member.data[skipped : skipped + size], is_payload=is_payload)
                 labels[name] = label_text(kind, value, where)
         check_fields(fields, self.schema, f"{self._path} sample {sample.key!r}")
-        self._keys.append(sample.key)
         return _TarRow(sample.key, start, fields, tuple(labels[axis] for axis in self.axes))
 
     def _place(self, row: _TarRow) -> None:

@@ -352,27 +352,36 @@ def decode_samples(
     """Yield samples as record batches; a sample that does not fit the schema is a failure of its row.
 
     `paths` maps file names to paths, for messages.
+
+    Raises:
+        SourceError: `samples` raised it; the samples before it were yielded.
     """
     rows: list[SourceSample] = []
     payloads: list[tuple[bytes, ...]] = []
     size = 0
-    for found in samples:
-        if isinstance(found, SourceFailure):
-            yield found
-            continue
-        try:
-            encoded = schema.encode(found.sample, where="")
-        except SampleError:
-            yield _failure(found, schema, paths)
-            continue
-        rows.append(found)
-        payloads.append(encoded)
-        size += sum(map(len, encoded))
-        if size >= _BATCH_BYTES or len(rows) >= _BATCH_ROWS:
-            yield _decode_rows(rows, payloads, schema)
-            rows, payloads, size = [], [], 0
-    if rows:
+    damage: SourceError | None = None
+    try:
+        for found in samples:
+            if isinstance(found, SourceFailure):
+                yield found
+                continue
+            try:
+                encoded = schema.encode(found.sample, where="")
+            except SampleError:
+                yield _failure(found, schema, paths)
+                continue
+            rows.append(found)
+            payloads.append(encoded)
+            size += sum(map(len, encoded))
+            if size >= _BATCH_BYTES or len(rows) >= _BATCH_ROWS:
+                yield _decode_rows(rows, payloads, schema)
+                rows, payloads, size = [], [], 0
+    except SourceError as error:
+        damage = error
+    if rows:  # also those before damage
         yield _decode_rows(rows, payloads, schema)
+    if damage is not None:
+        raise damage
 
 
 def decode(importer: Importer, task: SourceTask, seen: FileObserver) -> DecodedStream:

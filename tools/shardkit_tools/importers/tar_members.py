@@ -10,6 +10,7 @@ refused, never skipped.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -87,18 +88,8 @@ class TarSample:
     row: int  # number in the tar
     # field → (extension in lower case, member)
     members: dict[str, tuple[str, Member]] = field(default_factory=dict)
-
-
-def _check_format(extension: str, name: str, where: str) -> None:
-    """Refuse members in formats that are not read."""
-    suffix = extension.rpartition(".")[2]
-    advice = f"convert the member to .npy or .json, or leave it out: --drop {shell_word(name)}"
-    if suffix in _PICKLED:
-        raise SourceError(
-            f"{where}: a pickle can run any code when it is loaded, so it is never read; {advice}"
-        )
-    if suffix in _UNREAD:
-        raise SourceError(f"{where}: {_UNREAD[suffix]} members are not read; {advice}")
+    error: SourceError | None = None  # why the sample cannot be read, although later ones can
+    is_last: bool = False  # damage follows, so members may be missing
 
 
 def field_of(extension: str) -> str:
@@ -111,54 +102,78 @@ def field_of(extension: str) -> str:
     return ".".join(parts) or FIELD_OF_EXTENSION.get(suffix, suffix)
 
 
+def _field_facts(extension: str, keeps: Callable[[str], bool]) -> tuple[str, str]:
+    """Return the field of an extension, and why its members are not read; "" if they are."""
+    suffix, name = extension.rpartition(".")[2], field_of(extension)
+    advice = f"convert the member to .npy or .json, or leave it out: --drop {shell_word(name)}"
+    why = ""
+    if keeps(name) and suffix in _PICKLED:
+        why = f"a pickle can run any code when it is loaded, so it is never read; {advice}"
+    elif keeps(name) and suffix in _UNREAD:
+        why = f"{_UNREAD[suffix]} members are not read; {advice}"
+    return name, why
+
+
 def tar_samples(
     members: Iterable[Member], path: str, keeps: Callable[[str], bool] = bool
 ) -> Iterator[TarSample]:
     """Yield the samples of a tar, without hidden files and the resource forks of macOS.
 
-    Members of fields that `keeps` is false for may have any format.
+    A sample has an error if it or one of its fields appears twice, or a member has no extension or a format that is
+    not read. Members of fields that `keeps` is false for may have any format.
 
     Raises:
-        SourceError: A member has no extension, or a sample or field appears twice.
+        SourceError: The tar is damaged; the samples before the damage were yielded.
     """
     keys: set[str] = set()
-    fields: dict[str, str] = {}  # extension → field
+    fields: dict[str, tuple[str, str]] = {}  # extension → field, and why its members are not read, or ""
+    rows = itertools.count()
     sample: TarSample | None = None
-    for member in members:
+    for member in _and_damage(members):
+        if isinstance(member, SourceError):
+            if sample is not None:
+                sample.is_last = True
+                yield sample
+            raise member
         head, slash, base = member.name.rpartition("/")
         stem, dot, extension = base.partition(".")
         if not stem:
             continue
         if not dot:
-            raise SourceError(
+            error = SourceError(
                 f"{path} member {member.name!r}: has no extension, so its field is unknown; rename it (key.extension)"
             )
+            yield TarSample(member.name, next(rows), {"": ("", member)}, error)
+            continue
         key = head + slash + stem
         if sample is None or sample.key != key:
             if sample is not None:
                 yield sample
+            sample = TarSample(key, next(rows))
             if key in keys:
-                raise SourceError(
+                sample.error = SourceError(
                     f"{path} member {member.name!r}: the sample {key!r} appears a second time in the tar: its members "
                     "are not next to each other, or two samples have one name; write the tar again sorted by name "
                     "(tar --sort=name), or rename one"
                 )
             keys.add(key)
-            sample = TarSample(key, len(keys) - 1)
         extension = extension.lower()
-        name = fields.get(extension)
-        if name is None:
-            name = fields[extension] = field_of(extension)
-            if keeps(name):
-                _check_format(extension, name, f"{path} member {member.name!r}")
+        name, why = fields.get(extension) or fields.setdefault(extension, _field_facts(extension, keeps))
         if name in sample.members:
-            raise SourceError(
-                f"{path} member {member.name!r}: a second member for the field {name!r} of one sample; rename or "
-                "remove one"
-            )
+            why = f"a second member for the field {name!r} of one sample; rename or remove one"
+        if why and sample.error is None:
+            sample.error = SourceError(f"{path} member {member.name!r}: {why}")
         sample.members[name] = (extension, member)
     if sample is not None:
         yield sample
+
+
+def _and_damage(members: Iterable[Member]) -> Iterator[Member | SourceError]:
+    """Yield members, and last the error that ends them, if there is one."""
+    try:
+        yield from members
+    except SourceError as error:
+        yield error
 
 
 def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = False) -> Iterator[Member]:

@@ -63,7 +63,11 @@ class WebDatasetImporter(FileImporter):
         for found in _samples(file, self.options):
             where = f"{file.path} sample {found.key!r}"
             members = self.options.kept(found.members)
+            if found.is_last and members.keys() != types.keys():
+                continue  # the error that follows says so
             try:
+                if found.error is not None:
+                    raise found.error
                 if not self.options.unchecked:
                     check_fields(members, types, where, optional)
                 sample = {
@@ -144,7 +148,10 @@ def _first_samples(
     for file in source.files:
         try:
             for found in _samples(file, options):
-                yield f"{file.path} sample {found.key!r}", found.members
+                if found.error is None and not found.is_last:
+                    yield f"{file.path} sample {found.key!r}", found.members
+                elif found.error is not None and not options.skip_bad_rows:
+                    raise found.error
         except SourceError:
             if not options.skip_bad_rows:
                 raise
@@ -184,7 +191,8 @@ def check_fields(
     if missing:
         name = missing[0]
         raise SourceError(
-            f"{where}: the field {name!r} is missing; add it, or build with --schema {shell_word(name)}={types[name]}?"
+            f"{where}: the field {name!r} is missing; add it, or build with --schema "
+            f"{shell_word(name)}={str(types[name]).removesuffix('?')}?"
         )
     added = next((name for name in members if name not in types), None)
     if added is not None:
