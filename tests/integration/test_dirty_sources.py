@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -95,3 +96,46 @@ def test_a_bad_sample_of_a_tar_is_lost_alone(way: Way, dirt: list[tuple[str, byt
     rows, said = way(source, tmp_path / "root", skip=True, field_types=types)
     assert [row["text"] for row in rows] == [str(n) for n in range(200)]
     assert said.count("a.tar") == 1
+
+
+# ---- Tables of text
+
+
+@WAYS
+@pytest.mark.parametrize("delimiter", [",", "\t", ";"])
+def test_columns_of_csv_are_matched_by_name(way: Way, delimiter: str, tmp_path: Path) -> None:
+    source = tmp_path / "tables"
+    source.mkdir()
+    suffix = "tsv" if delimiter == "\t" else "csv"
+    columns: dict[str, Callable[[int], object]] = {
+        "id": int,
+        "name": "n{}".format,
+        "score": lambda n: n / 2,
+        "left out": str,
+    }
+    rows: Rows = []
+    for number, names in enumerate(itertools.permutations(columns)):
+        lines = [delimiter.join(names)]
+        for n in range(3 * number, 3 * number + 3):
+            lines.append(delimiter.join(str(columns[name](n)) for name in names))
+            rows.append({"id": n, "name": f"n{n}", "score": n / 2, "left out": n})
+        (source / f"{number:02}.{suffix}").write_text("\n".join(lines) + "\n")
+    assert way(source, tmp_path / "root")[0] == rows
+
+
+@WAYS
+def test_a_column_that_a_csv_file_lacks_is_null_and_said(way: Way, tmp_path: Path) -> None:
+    source = tmp_path / "tables"
+    source.mkdir()
+    (source / "a.csv").write_text("id,name,n\n1,a,5\n2,b,6\n")
+    (source / "b.csv").write_text("extra,id\ntrue,3\n")
+    rows, said = way(source, tmp_path / "root")
+    assert rows == [
+        {"id": 1, "name": "a", "n": 5, "extra": None},
+        {"id": 2, "name": "b", "n": 6, "extra": None},
+        {"id": 3, "name": None, "n": None, "extra": True},
+    ]
+    assert "name is missing in 1 of 2 files (b.csv)" in said
+    (source / "c.csv").write_text("4,d,7\n5,e,8\n")
+    with pytest.raises(ShardkitError, match=r"c\.csv: its header"):
+        way(source, tmp_path / "strict")

@@ -168,7 +168,9 @@ class _LineScan:
         else:
             blocks.stream.seek(0)
         delimiter = delimiter_of(file, importer.encoding)
-        self._settings = LineSettings(names=importer.names, delimiter=delimiter, quote=importer.quote)
+        self._settings = LineSettings(
+            names=importer.names_of(file), delimiter=delimiter, quote=importer.quote
+        )
         cells = numbered_cells(read_cells(held.texts(), delimiter, importer.quote), file)
         next(cells, None)
         blocks.add_head(held.take())

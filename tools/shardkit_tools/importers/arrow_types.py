@@ -46,6 +46,7 @@ from shardkit.formats.foreign_columns import (
 from shardkit.formats.schema import KEY_FIELD
 from shardkit.formats.values import Logical
 from shardkit_tools.importers.protocol import MIXED, ImportOptions, Source, array_note
+from shardkit_tools.importers.source_files import lacking_columns
 
 _MOST_CLASSES = 2**17  # limit of a manifest
 _NUMBER = re.compile("bool|u?int(8|16|32|64)|float(16|32|64)")
@@ -213,7 +214,6 @@ def _common_schema(source: Source, schemas: Sequence[Any], options: ImportOption
     """
     fields: dict[str, Any] = {}
     first: dict[str, str] = {}  # column → the first file that has it
-    lacking: dict[str, list[str]] = {}  # column → files without it
     widened: dict[str, str] = {}
     for file, schema in zip(source.files, schemas, strict=True):
         if len(set(schema.names)) != len(schema.names):
@@ -236,15 +236,8 @@ def _common_schema(source: Source, schemas: Sequence[Any], options: ImportOption
                     f"{column.type} in {file.name}"
                 )
             fields[name] = common
-    for file, schema in zip(source.files, schemas, strict=True):
-        for name in fields.keys() - schema.names:
-            lacking.setdefault(name, []).append(file.name)
     source.notes.extend(widened.values())
-    source.notes.extend(
-        f"{name} is missing in {len(files):,} of {len(source.files):,} files ({files[0]}), whose rows have none"
-        for name, files in sorted(lacking.items())
-        if options.keeps(name)
-    )
+    lacking_columns(source, [schema.names for schema in schemas], options)
     # --flatten makes fields of a struct, which may be null in every row of another file
     owners = {name.rpartition(".")[0] for name in fields} if options.flatten else set()
     return pa.schema(

@@ -15,7 +15,7 @@ import functools
 import io
 import itertools
 import re
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar, TypeAlias, cast
@@ -48,7 +48,13 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_each, open_plain
+from shardkit_tools.importers.source_files import (
+    check_suffixes,
+    file_suffix,
+    lacking_columns,
+    open_each,
+    open_plain,
+)
 
 _SCAN_ROWS = 100_000
 _HEADER_BYTES = 1 << 16
@@ -68,7 +74,9 @@ class CsvImporter(FileImporter):
 
     name: ClassVar[str] = "csv"
     names: tuple[str, ...]
-    """Names of all columns, including excluded ones."""
+    """Names of all columns of the first file, including excluded ones."""
+    others: Mapping[str, tuple[str, ...]]
+    """The same for files whose columns are others, or in another order: file → names."""
     encoding: str
     quote: str
     """What encloses cells: '"', "none", or "maybe": the user must say so if a cell begins with a quote."""
@@ -83,16 +91,22 @@ class CsvImporter(FileImporter):
     def rows_of(self, file: SourceFile, rows: Iterable[_NumberedCells], first: int = 0) -> SampleStream:
         """Yield a sample or a failure for each (number of its line, cells); `first` rows of the file are before."""
         types = {name: cell_type(kind) for name, kind in self.fields.items()}  # without excluded columns
+        names = self.names_of(file)
+        lacking = dict.fromkeys(name for name in types if name not in names)
         value_of = _value_or_cell if self.options.unchecked else cell_value
         for row, (line, cells) in enumerate(rows, first):
             where = f"{file.path} line {line}"
             try:
-                named = zip(self.names, _checked(cells, self.names, where, self.quote), strict=True)
-                sample = {n: value_of(cell, types[n], n, where) for n, cell in named if n in types}
+                named = zip(names, _checked(cells, names, where, self.quote), strict=True)
+                sample = {n: value_of(cell, types[n], n, where) for n, cell in named if n in types} | lacking
             except SourceError as error:
                 yield SourceFailure(file.name, row, error)
                 continue
             yield SourceSample(sample, None, file.name, row, where=where)
+
+    def names_of(self, file: SourceFile) -> tuple[str, ...]:
+        """Return the names of all columns of a file."""
+        return self.others.get(file.name, self.names)
 
     def _settings(self) -> dict[str, object]:
         encoding: dict[str, object] = {} if self.encoding == _UTF8 else {"encoding": self.encoding}
@@ -107,13 +121,13 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     source, headers = open_each(source, options, lambda file: _header(file, encoding, quote))
     first = headers[0]
     for file, header in zip(source.files, headers, strict=True):
-        if header != first:
+        if first.keys().isdisjoint(header):  # such as a part of a table without a header
             raise SourceError(
-                f"{file.path}: its header ({', '.join(header)[:80]}) is not that of {source.files[0].name} "
-                f"({', '.join(first)[:80]}); make the files alike"
+                f"{file.path}: its header ({', '.join(header)[:80]}) has no column of {source.files[0].name} "
+                f"({', '.join(first)[:80]}); write a header into each file, or build the tables one by one"
             )
-    types = _infer(source, first, encoding, quote, options)
-    if first[0] == _INDEX:
+    types = _infer(source, headers, encoding, quote, options)
+    if next(iter(first)) == _INDEX:
         source.notes.append(
             f"the first column has no name and became {_INDEX}; --drop {_INDEX} leaves it out"
         )
@@ -125,6 +139,11 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
         fields=options.schema(types, source.given),
         options=options,
         names=tuple(first),
+        others={
+            file.name: tuple(header)
+            for file, header in zip(source.files, headers, strict=True)
+            if list(header) != list(first)
+        },
         encoding=encoding,
         quote=quote,
         cut=cut_lines(
@@ -150,12 +169,17 @@ def _encoding(source: Source, options: ImportOptions) -> str:
 
 
 def _infer(
-    source: Source, names: list[str], encoding: str, quote: str, options: ImportOptions
+    source: Source, headers: Sequence[dict[str, None]], encoding: str, quote: str, options: ImportOptions
 ) -> dict[str, str]:
-    kinds: dict[str, dict[str, str]] = {name: {} for name in names}  # column → kind → where it is first
-    rows = ((file, one) for file in source.files for one in _inferred(file, encoding, quote, options))
+    # column → kind → where it is first
+    kinds: dict[str, dict[str, str]] = {name: {} for header in headers for name in header}
+    rows = (
+        (file, header, one)
+        for file, header in zip(source.files, headers, strict=True)
+        for one in _inferred(file, encoding, quote, options)
+    )
     seen = 0
-    for file, (line, found) in itertools.islice(rows, rows_to_infer(source.files, _SCAN_ROWS)):
+    for file, names, (line, found) in itertools.islice(rows, rows_to_infer(source.files, _SCAN_ROWS)):
         where = f"{file.path} line {line}"
         try:
             cells = _checked(found, names, where, quote)
@@ -170,7 +194,10 @@ def _infer(
                 kinds[name][kind] = f"{cell!r} in {where}"
     if not seen:
         raise SourceError(f"{source.given}: a header and no rows; give a table with samples in it")
-    types = {name: options.field_types.get(name) or _common(found) for name, found in kinds.items()}
+    types = {name: _common(found) for name, found in kinds.items()}
+    for name in lacking_columns(source, headers, options):
+        types[name] = types[name].removesuffix("?") + "?"
+    types |= {name: options.field_types[name] for name in types if name in options.field_types}
     for name, found_kinds in kinds.items():
         number = _common(found_kinds.keys() - {"missing"}).rstrip("?")
         if name not in options.field_types and "missing" in found_kinds and number != "str":
@@ -248,7 +275,8 @@ def _check_quotes(cells: list[str], where: str, quote: str) -> None:
         )
 
 
-def _header(file: SourceFile, encoding: str, quote: str) -> list[str]:
+def _header(file: SourceFile, encoding: str, quote: str) -> dict[str, None]:
+    """Return the names of the columns of a file, in order."""
     if not file.size:
         raise SourceError(f"{file.path}: an empty file; write it again, or leave it out: --on-error skip")
     with open_plain(file) as stream, closing(_cells(stream, file, encoding, quote)) as cells:
@@ -267,7 +295,7 @@ def _header(file: SourceFile, encoding: str, quote: str) -> list[str]:
     if len(set(header)) != len(header):
         twice = next(name for name in header if header.count(name) > 1)
         raise SourceError(f"{file.path}: two columns are called {twice!r}; rename one")
-    return header
+    return dict.fromkeys(header)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,7 +15,8 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import unquote
@@ -159,6 +160,21 @@ def _open_local(file: SourceFile) -> int:
             "source that nobody writes to"
         )
     return descriptor
+
+
+def lacking_columns(source: Source, columns: Sequence[Collection[str]], options: ImportOptions) -> list[str]:
+    """Return the imported columns that a file of a source lacks, and add notes on them; `columns` are of each file."""
+    counts = Counter(name for names in columns for name in names)
+    lacking = sorted(name for name, count in counts.items() if count < len(columns) and options.keeps(name))
+    for name in lacking:
+        first = next(
+            file.name for file, names in zip(source.files, columns, strict=True) if name not in names
+        )
+        count = len(columns) - counts[name]
+        source.notes.append(
+            f"{name} is missing in {count:,} of {len(columns):,} files ({first}), whose rows have none"
+        )
+    return lacking
 
 
 def open_each(
