@@ -364,11 +364,12 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
             f"shardkit rebuild {repository.url}@{ref}"
         )
     kind = "append rows of the same kind, or build a dataset of their own"
+    if difference := _schema_difference(manifest.schema, new.schema):
+        raise UsageError(f"cannot append to {ref}, whose schema is another: {difference}; {kind}")
     first = "leave them out, or rebuild it with others first"
     lookups = [lookup.field for lookup in manifest.lookups]
     costs = [one.expression for one in manifest.costs]
     for what, found, given, advice in (
-        ("schema", manifest.schema.to_json(), new.schema.to_json(), kind),
         ("format", manifest.format, new.format, kind),
         ("compression", manifest.compression, new.compression, kind),
         ("stratify", list(manifest.axes), list(new.axes), kind),
@@ -395,6 +396,20 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
         row_strata=row_strata,
         splits=_splits(repository, version, new.split),
     )
+
+
+def _schema_difference(held: Schema, new: Schema) -> str:
+    """Return how the schema of new rows differs from that of the base; "" if it does not."""
+    if held.to_json() == new.to_json():
+        return ""
+    names = {name: (held.get(name), new.get(name)) for name in (*held, *new)}
+    found = [
+        f"the new rows have no {name} ({old})" if kind is None
+        else f"the new rows have {name} ({kind}) in addition" if old is None
+        else f"{name} is {old}, and {kind} in the new rows"
+        for name, (old, kind) in names.items() if old != kind
+    ]  # fmt: skip
+    return "; ".join(found) or f"its fields are {', '.join(held)}, the new rows have {', '.join(new)}"
 
 
 def _splits(repository: Repository, version: Version, split: Split | None) -> dict[str, Version]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import shardkit
-from shardkit.errors import ShardkitError
+from shardkit.errors import ShardkitError, UsageError
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
@@ -139,3 +143,56 @@ def test_a_column_that_a_csv_file_lacks_is_null_and_said(way: Way, tmp_path: Pat
     (source / "c.csv").write_text("4,d,7\n5,e,8\n")
     with pytest.raises(ShardkitError, match=r"c\.csv: its header"):
         way(source, tmp_path / "strict")
+
+
+# ---- Appends
+
+
+def _parquet(folder: Path, rows: Rows) -> None:
+    pq.write_table(_table(rows), folder / "t.parquet")
+
+
+def _arrow(folder: Path, rows: Rows) -> None:
+    with pa.ipc.new_file(folder / "t.arrow", _table(rows).schema) as writer:
+        writer.write_table(_table(rows))
+
+
+def _csv(folder: Path, rows: Rows) -> None:
+    cells = [",".join("" if cell is None else str(cell) for cell in row.values()) for row in rows]
+    (folder / "t.csv").write_text("\n".join([",".join(rows[0]), *cells]) + "\n")
+
+
+def _json(folder: Path, rows: Rows) -> None:
+    (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _archive(folder: Path, rows: Rows) -> None:
+    arrays: dict[str, Any] = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    np.savez(folder / "t.npz", **arrays)
+
+
+def _table(rows: Rows) -> Any:
+    return pa.table({name: [row[name] for row in rows] for name in rows[0]})
+
+
+@pytest.mark.parametrize("write", [_parquet, _arrow, _csv, _json, _archive])
+def test_appended_rows_may_lack_optional_fields(write: Callable[[Path, Rows], None], tmp_path: Path) -> None:
+    rows: Rows = [{"y": 4, "x": 1, "z": 1.5}, {"y": None, "x": 2, "z": None}]
+    for name, some in (("whole", rows), ("part", [{"x": 3}]), ("more", [{"x": 3, "q": 1}])):
+        (tmp_path / name).mkdir()
+        (_parquet if name == "whole" else write)(tmp_path / name, some)
+    root = tmp_path / "root"
+    build(tmp_path / "whole", root, shuffle=False, jobs=1)
+    build(tmp_path / "part", root, shuffle=False, jobs=1, append=True)
+    assert [dict(one) for one in shardkit.open(root)] == [*rows, {"y": None, "x": 3, "z": None}]
+    with pytest.raises(UsageError, match=r"the new rows have q \(int64\) in addition"):
+        build(tmp_path / "more", root, shuffle=False, jobs=1, append=True)
+
+
+def test_appended_rows_need_the_other_fields(tmp_path: Path) -> None:
+    for name, some in (("whole", [{"x": 1, "y": 4}]), ("part", [{"x": 3}])):
+        (tmp_path / name).mkdir()
+        _parquet(tmp_path / name, some)
+    build(tmp_path / "whole", tmp_path / "root", jobs=1)
+    with pytest.raises(UsageError, match=r"the new rows have no y \(int64\)"):
+        build(tmp_path / "part", tmp_path / "root", jobs=1, append=True)

@@ -26,7 +26,14 @@ from shardkit.stores.file_operations import explained
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.console import bytes_text
 from shardkit_tools.importers import Importer, ImportOptions
-from shardkit_tools.importers.protocol import DecodedRows, FileImporter, SourceTask, decode, ignore_file
+from shardkit_tools.importers.protocol import (
+    DecodedRows,
+    FileImporter,
+    SourceSchema,
+    SourceTask,
+    decode,
+    ignore_file,
+)
 from shardkit_tools.importers.source_kinds import find_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
@@ -364,13 +371,21 @@ def open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
     if types:
         options = dataclasses.replace(options, field_types={**types, **options.field_types})
         importer, notes = find_source(source, settings.from_, options)
+    absent = {
+        name: kind
+        for name, kind in held.schema.items()
+        if kind.optional and name not in importer.schema and name not in importer.fields
+    }
+    if absent:
+        importer = replace(importer, fields=SourceSchema({**importer.fields, **absent}))
+        notes = (*notes, f"the source has no {', '.join(absent)}, so the new samples have no value there")
     return importer.in_order(held.schema), notes
 
 
 def _stored_types(importer: FileImporter, held: Schema) -> dict[str, str]:
     """Return the types of a version for the fields of a source whose inferred types differ; rows must fit them.
 
-    Fields that are optional in the version may be missing in every row of a source whose rows have their own fields.
+    In sources whose rows name their fields, an optional field of the version may first appear in any row.
     """
     stored = {importer.options.rename.get(name, name): name for name in importer.fields}
     types = {

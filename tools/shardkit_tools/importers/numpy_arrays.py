@@ -124,17 +124,20 @@ class RowsImporter(FileImporter):
     """Base class of importers that read the rows of arrays in order."""
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
-        """Yield rows about 8 MiB at a time."""
+        """Yield rows about 8 MiB at a time; fields without an array have no value."""
+        stored = arrow_schema(self.schema, keys=False)
         for start, columns, file in self._columns(task):
             count = len(next(iter(columns.values())))
             bad: dict[int, SampleError] = {}
             arrays = [
                 _conform(kind, columns[name], name, f"{file.path} row", start, bad)
-                for name, kind in self.fields.items()
+                if name in columns
+                else pa.nulls(count, held.type)
+                for (name, kind), held in zip(self.fields.items(), stored, strict=True)
             ]
             for row, error in bad.items():
                 yield SourceFailure(file.name, start + row, error)
-            batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(self.schema, keys=False))
+            batch = pa.RecordBatch.from_arrays(arrays, schema=stored)
             good = np.array([row for row in range(count) if row not in bad], np.int64)
             origin = RowOrigin([file.name] * len(good), start + good)
             yield DecodedRows(batch.take(index_array(good)) if bad else batch, origin)
