@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ _REQUIREMENT = re.compile(r"([^;]*?)\s*;.*\bextra\s*==\s*['\"](\w+)['\"]")
 
 def optional_packages() -> Iterator[tuple[str, str]]:
     """Yield (extra, requirement) of each optional package, such as ("s3", "obstore>=0.8")."""
+    import importlib.metadata  # slow to import, and needed in messages only
+
     for text in importlib.metadata.requires("shardkit") or []:
         match = _REQUIREMENT.fullmatch(text)
         if match is not None:

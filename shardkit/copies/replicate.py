@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardkit.copies.documents import HealedCopy, UncheckedCopy
 from shardkit.copies.mirroring import log_conflicts, mirror_documents, mirror_log
@@ -45,7 +45,9 @@ from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
 from shardkit.stores.waiting import RateLimiter
-from shardkit.telemetry import Record
+
+if TYPE_CHECKING:
+    from shardkit.telemetry import Record
 
 _JOBS: Final = 4
 _FEW: Final = 2_000

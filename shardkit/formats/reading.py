@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from .block import Block, Column, FixedColumn, VariableColumn, check_text
 from .columns import Texts
 from .compression import decompress_frame
 from .fields import FieldType
-from .foreign_blocks import foreign_block
 from .index import BlockSpan, ShardIndex
 from .schema import KEY_FIELD, presence_of
 from .tar_members import MAX_DIGITS, RAGGED_HEADER_BYTES, npy_header
@@ -111,7 +110,7 @@ def read_block(
         view = memoryview(decompress_frame(view, span.raw_size, f"block {block}"))
     elif index.encoding is not None:
         names = _fields_of(index, fields or ()) or list(index.schema)  # at least one: the rows are counted
-        return foreign_block(index, block, {span.offset: view.toreadonly()}, names)
+        return _foreign_block(index, block, {span.offset: view.toreadonly()}, names)
     if index.format != "arrow":
         return (_array_block if index.row_bytes else _located_block)(view, index, block, span)
     columns = None if fields is None else [*fields, *([KEY_FIELD] if keys else [])]
@@ -163,7 +162,15 @@ def read_fields(
         _verify(view, found.size, found.xxh3, found.sha256, verify, f"block {block} field {name!r}")
         if found.size:  # otherwise the file lacks the field
             parts[found.offset] = view
-    return foreign_block(index, block, parts, list(stored))
+    return _foreign_block(index, block, parts, list(stored))
+
+
+def _foreign_block(
+    index: ShardIndex, block: int, parts: Mapping[int, memoryview], fields: Sequence[str]
+) -> Block:
+    from .foreign_blocks import foreign_block  # pyarrow takes longer to import than a dataset to open
+
+    return foreign_block(index, block, parts, fields)
 
 
 def _compare_keys(keys: VariableColumn, index: ShardIndex, block: int) -> None:

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,8 @@ def compare_and_deal(
     exchange = Exchange.of_process_group() if config.store is None else Exchange(config.store, rank, world)
     if exchange is None:
         return fixed, None
+    from importlib.metadata import version  # slow to import, and needed by several ranks only
+
     asked = config.assignment
     mine = {"software": version("shardkit"), "manifest": setup.sources.manifest, "plan": plan.digest,
             "world": world, "fields": setup.fields, "chosen": fixed is None, "lanes": own,

@@ -40,6 +40,19 @@ RootArgument = Annotated[str, argument("ROOT", "The dataset's root, not a copy o
 VersionArgument = Annotated[str, argument("ROOT[@REF]", "The version; without @REF: main.")]
 MessageOption = Annotated[str, option("--message -m", "Why, for the log.")]
 AuthorOption = Annotated[str, option("--author", "Who, for the log.")]
+SkipOption = Annotated[
+    str, option("--skip A:B", "Leave out steps A to B-1: step A has the samples that step B had.")
+]
+ExcludeOption = Annotated[
+    Path | None, option("--exclude FILE", "Leave out the samples of a list, one value a line.")
+]
+WeightsOption = Annotated[
+    list[str] | None,
+    option(
+        "--weights PATTERN=WEIGHT",
+        "Weight of the strata that a pattern names, such as 'web*=2'; others have 1; may be repeated.",
+    ),
+]
 RefOption = Annotated[str, _VERSION("--ref NAME", "The ref that the version gets.")]
 ReplaceOption = Annotated[
     bool, _VERSION("--replace", "Even if the ref names samples of another schema, or was moved meanwhile.")

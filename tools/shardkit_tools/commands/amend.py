@@ -13,24 +13,11 @@ from shardkit.audit.run_record import check_run_directory
 from shardkit.errors import UsageError
 from shardkit.ledger.amendments import Amendment, active_amendments, is_applied, read_events, undo_amendment
 from shardkit_tools import console, options
-from shardkit_tools.options import argument, option
+from shardkit_tools.options import ExcludeOption, SkipOption, WeightsOption, argument, option
 from shardkit_tools.row_lists import AbsentOption, read_values
 
 _SHORT = re.compile(r"[0-9./]{1,40}([eE][+-]?[0-9]{1,2})?")  # the digits of 1e9999 are no text of a ledger
 
-SkipOption = Annotated[
-    str, option("--skip A:B", "Leave out steps A to B-1: step A has the samples that step B had.")
-]
-ExcludeOption = Annotated[
-    Path | None, option("--exclude FILE", "Leave out the samples of a list, one value a line.")
-]
-WeightsOption = Annotated[
-    list[str] | None,
-    option(
-        "--weights PATTERN=WEIGHT",
-        "Weight of the strata that a pattern names, such as 'web*=2'; others have 1; may be repeated.",
-    ),
-]
 FieldOption = Annotated[
     str | None, option("--field FIELD", "What --exclude names; default: keys, or else numbers.")
 ]

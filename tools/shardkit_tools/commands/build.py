@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 from shardkit.dataset.expressions import split_names
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
-from shardkit_tools.build_report import document, print_result, progress_text
-from shardkit_tools.building.build_run import build as build_dataset
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
 from shardkit_tools.importers.protocol import parse_pairs
@@ -155,6 +153,10 @@ def build(
 
     Example: shardkit build photos/ data/cats --stratify label --split train=0.9,val=0.1
     """
+    # --help needs none of it, and pyarrow takes long to import
+    from shardkit_tools.build_report import document, print_result, progress_text
+    from shardkit_tools.building.build_run import build as build_dataset
+
     settings = options.settings_for(build_dataset, locals()) | {
         "options": ImportOptions(
             field_types=parse_field_types(schema or []),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import platform
 import re
 from collections.abc import Mapping
@@ -248,7 +247,7 @@ _OWN = ("dev", "docs")
 def show_environment(*, as_json: bool) -> None:
     """Print which fast modules and optional packages are missing, and how to get them."""
     is_compiled, extras = _is_there(_COMPILED), _extras()
-    versions = {"shardkit": importlib.metadata.version("shardkit"), "python": platform.python_version()}
+    versions = {"shardkit": shardkit.__version__, "python": platform.python_version()}
     if as_json:
         compiled = {"compiled": {_COMPILED: is_compiled}, "to_compile": None if is_compiled else _GET}
         console.print_json({**versions, **compiled, "extras": extras})

@@ -6,11 +6,9 @@ from typing import Annotated
 
 import typer
 
-from shardkit.audit.amendments import amend_run, next_start
 from shardkit.errors import ConfigurationError, UsageError
 from shardkit_tools import console, options
-from shardkit_tools.commands.amend import ExcludeOption, SkipOption, WeightsOption, change_request
-from shardkit_tools.options import argument, option
+from shardkit_tools.options import ExcludeOption, SkipOption, WeightsOption, argument, option
 
 
 def _print_settings(asked: bool) -> None:
@@ -98,13 +96,20 @@ def train(
     if config is None:
         raise ConfigurationError("expected a configuration: shardkit train CONFIG [KEY=VALUE]…")
     allowed = [key.strip() for key in allow_changes.split(",") if key.strip()]
-    request = change_request(
-        skip=skip,
-        exclude=exclude,
-        weights=weights,
-        resume_from=_parse_checkpoint(resume_from) if resume_from else None,
-    )
-    if request is not None:
+    if skip or exclude is not None or weights or resume_from:
+        from shardkit.audit.amendments import (  # imports audits, which most starts do not need
+            amend_run,
+            next_start,
+        )
+        from shardkit_tools.commands.amend import change_request
+
+        request = change_request(
+            skip=skip,
+            exclude=exclude,
+            weights=weights,
+            resume_from=_parse_checkpoint(resume_from) if resume_from else None,
+        )
+        assert request is not None
         loaded = trainer.load_configuration(config, overrides or [])
         check_changes(loaded, allowed)
         made = amend_run(loaded.run.directory, request, message=message)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from unicodedata import normalize
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.csv import open_csv
-from shardkit_tools.importers.json_lines import open_json_lines
 from shardkit_tools.importers.protocol import (
     FileImporter,
     ImportOptions,
@@ -23,11 +21,9 @@ from shardkit_tools.importers.protocol import (
     row_name,
 )
 from shardkit_tools.importers.source_files import file_suffix
-from shardkit_tools.importers.source_kinds import is_metadata
-from shardkit_tools.importers.tables import open_parquet
+from shardkit_tools.importers.source_kinds import is_metadata, open_listed
 
 _NAME = "file_name"
-_OPENERS = {"jsonl": open_json_lines, "csv": open_csv, "parquet": open_parquet}
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +109,7 @@ def open_metadata(source: Source, options: ImportOptions, others: Sequence[str])
         )
     types = {name: kind for name, kind in options.field_types.items() if name not in others}
     inner = ImportOptions(field_types=types, skip_bad_rows=options.skip_bad_rows, encoding=options.encoding)
-    importer = _OPENERS[kinds[0]](replace(source, files=files), inner)
+    importer = open_listed(replace(source, files=files), kinds[0], inner)
     if _NAME not in importer.fields:
         raise SourceError(
             f"{files[0].path}: no field {_NAME!r}, which names the file that a row describes; its fields are "

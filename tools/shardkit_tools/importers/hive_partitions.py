@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.dataset as pads
 
 from shardkit_tools.importers.protocol import ImportOptions, Source
 
@@ -24,6 +23,8 @@ def hive_partitions(source: Source, options: ImportOptions) -> dict[str, dict[st
     columns = dict.fromkeys(name for path in names for name in _HIVE.findall(path))
     if not columns:
         return {}
+    import pyarrow.dataset as pads  # imports pandas if it is installed
+
     layout = pads.HivePartitioning(pa.schema([(name, pa.string()) for name in columns]))
     found = [pads.get_partition_keys(layout.parse(path)) for path in names]
     partitions: dict[str, dict[str, Any]] = {path: {} for path in names}
