@@ -87,6 +87,39 @@ finally:
         assert f"{name} {first}" in said
 
 
+def test_everyday_work_imports_no_large_package_in_vain(source: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+from shardkit_tools.main import run
+try:
+    run(sys.argv[2:])
+finally:
+    print(sorted(set(sys.argv[1].split()) & set(sys.modules)))
+"""
+    root = tmp_path / "root"
+    for packages, command in (
+        ("pandas torch", ["build", source, root]),
+        ("pandas torch pyarrow", ["show", root]),
+        ("pandas torch pyarrow", ["verify", root]),
+        ("pandas torch pyarrow", ["tag", root, "v1"]),
+        ("pandas torch shardkit_tools.building.build_run", ["build", "--help"]),
+        ("pandas torch pyarrow shardkit.audit", ["train", "--help"]),
+    ):
+        words = [sys.executable, "-c", program, packages, *map(str, command)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), command
+    reading = """
+import sys, shardkit
+dataset = shardkit.open(sys.argv[1])
+loader = dataset.loader(dataset.plan(global_batch=4), tensors=False)
+assert len(list(loader)) == 10
+loader.close()
+print(sorted({"pandas", "torch", "pyarrow"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", reading, root], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_the_version() -> None:
     assert typed("--version") == (0, f"shardkit {shardkit.__version__}\n", "")
 
@@ -525,12 +558,12 @@ def test_a_reader_that_goes_away_is_no_error(built: Path) -> None:
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "slow")
     program = (
-        "import shardkit_tools.commands.build as b, signal, os\n"
+        "import shardkit_tools.building.build_run as b, signal, os\n"
         "from shardkit_tools.main import run\n"
         "def build_dataset(*a, **k):\n"
         "    open(os.environ['SLOW'], 'w').write('x')\n"
         "    signal.pause()\n"
-        "b.build_dataset = build_dataset\n"
+        "b.build = build_dataset\n"
         "run(['build', 'a', 'b'])\n"
     )
     with subprocess.Popen(
