@@ -55,15 +55,16 @@ def foreign_block(index: ShardIndex, block: int, parts: Parts, fields: Sequence[
         parts: Verified bytes: the block, or the ranges of the fields.
         fields: Fields to decode.
 
+    Returns:
+        The block, with the memory that its columns take; that of the index is an estimate.
+
     Raises:
-        FormatError: The bytes are not valid, or take more memory than the index says.
+        FormatError: The bytes are not valid.
     """
     span, schema = index.spans[block], Schema({name: index.schema[name] for name in fields})
     rows = span.end_row - span.first_row
     columns = _decoder(index).columns(block, parts, schema, rows)
-    if memory_of(columns.values()) > span.raw_size:
-        raise FormatError(f"block {block}: decodes to more than the {span.raw_size} bytes of the index")
-    return Block(index.schema, rows, span.raw_size, columns.__getitem__)
+    return Block(index.schema, rows, memory_of(columns.values()), columns.__getitem__)
 
 
 class _TableDecoder(ABC):
@@ -184,6 +185,7 @@ def parquet_file(source: Any, *, footer: Any = None, unit: str = INT96_UNIT, buf
         coerce_int96_timestamp_unit=unit,
         pre_buffer=False,  # otherwise the row group is read into memory before its first batch
         buffer_size=buffer_bytes,
+        page_checksum_verification=True,  # of the pages that have one
     )
 
 

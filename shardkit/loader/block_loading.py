@@ -293,7 +293,7 @@ class BlockLoading:
         self.times: BlockTimes | None = None
 
     def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, Int64s]:
-        """Return (n,) upper bounds of block sizes and (n,) bytes of slot memory, 0 for blocks that are read in Python.
+        """Return (n,) expected block sizes and (n,) bytes of slot memory, 0 for blocks that are read in Python.
 
         The `LocalShard` of each block's shard is kept until a call with `now >= until`.
         """
@@ -392,7 +392,7 @@ class BlockLoading:
         columns, size = GatherColumns(found, self._fields), self._reader.raw_size(shard, inside)
         if self.times is not None:
             self.times.note(shard, inside, time.perf_counter() - started, size, number=block)
-        return columns, size, _whole_pages(size)
+        return columns, size, _whole_pages(found.nbytes)
 
     def note_times(self) -> None:
         """Pass the durations that the C module has recorded to `times`."""

@@ -167,7 +167,7 @@ class BlockWindow:
     # ---- what steps need
 
     def sizes(self, group: StepGroup) -> tuple[Int64s, Int64s, NDArray[np.bool_]]:
-        """Return arrays over the blocks of the next group: upper bound of size, bytes of slot memory, and presence."""
+        """Return arrays over the blocks of the next group: expected size, bytes of slot memory, and presence."""
         sizes, own = self._source.sizes(group.blocks, self._planned + len(group.numbers), self._now)
         there = [block in self._slot_of for block in group.blocks.tolist()]
         return sizes, own, np.array(there, np.bool_)
@@ -415,15 +415,16 @@ class BlockWindow:
         self.loads.finish(number, slot, facts)
 
     def _note_read(self, slot: _Slot, number: int, sizes: tuple[int, int], seconds: float) -> None:
-        """Count a block read in Python, and replace the upper bound of its size by its size."""
+        """Count a block read in Python, and replace the expected size by its size."""
         counts = self._counts
         counts.block_loads += 1
         counts.bytes_loaded += sizes[0]
         counts.load_s += seconds
         taken = sizes[1]
-        if slot.job == number and not slot.capacity and taken < slot.cost:
-            self._bytes -= slot.cost - taken
+        if slot.job == number and slot.cost and not slot.capacity:  # without a cost, it was disposed of
+            self._bytes += taken - slot.cost
             slot.cost = taken
+            counts.peak_bytes = max(counts.peak_bytes, self._bytes)
 
     # ---- loops
 

@@ -20,7 +20,7 @@ import pytest
 
 import shardkit
 from shardkit.copies.verify import verify
-from shardkit.errors import IntegrityError, SourceError, UsageError
+from shardkit.errors import FormatError, IntegrityError, SourceError, UsageError
 from shardkit.formats import ShardIndex
 from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt, encoded_blocks
@@ -279,3 +279,89 @@ def test_what_cannot_be_adopted_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         adopt([path], tmp_path / "root")
     with pytest.raises(UsageError, match="one stratum"):
         adopt([tmp_path / "tables" / "b.parquet"], tmp_path / "root", stratify="flag")
+
+
+def damaged_page(path: Path, *, checksums: bool = False) -> None:
+    """Write texts, and damage the data page of the second row group of a column."""
+    texts = pa.table({"id": range(400), "text": [f"{n} " * 50 for n in range(400)]})
+    pq.write_table(texts, path, row_group_size=200, compression="none", use_dictionary=False,
+                   write_page_checksum=checksums)  # fmt: skip
+    chunk = pq.read_metadata(path).row_group(1).column(1)
+    data = bytearray(path.read_bytes())
+    middle = chunk.data_page_offset + chunk.total_compressed_size // 2
+    data[middle : middle + 100] = b"\xff" * 100
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_damaged_page_is_refused_by_check_decode_and_reaches_no_batch(
+    tmp_path: Path, checksums: bool
+) -> None:
+    path = tmp_path / "a.parquet"
+    damaged_page(path, checksums=checksums)
+    with pytest.raises(SourceError, match=r"a\.parquet.*(damaged|cannot be read)"):
+        adopt([path], tmp_path / "root", options=ImportOptions(check="decode"))
+    adopt([path], tmp_path / "root")
+    assert not verify(tmp_path / "root").damaged  # the bytes are those that were adopted
+    with pytest.raises(FormatError, match=r"block 1.*cannot be decoded"):
+        batches(tmp_path / "root")
+    assert sum(len(numbers) for numbers, _ in batches(tmp_path / "root", ["id"])) == 400 // 24 * 24
+
+
+def test_a_damaged_first_row_group_is_refused_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"image": [{"bytes": None, "path": f"{n}.jpg"} for n in range(9)]}, schema=pa.schema(
+        {"image": pa.struct({"bytes": pa.binary(), "path": pa.string()})})), path)  # fmt: skip
+    with pytest.raises(SourceError, match="holds no bytes, only a path"):
+        adopt([path], tmp_path / "root", options=ImportOptions(field_types={"image": "bytes"}))
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"use_dictionary": False}, {"compression": "zstd", "data_page_version": "2.0"}, {"data_page_size": 2000},
+    {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}, {"dictionary_pagesize_limit": 3000},
+    {"use_dictionary": False, "column_encoding": {"text": "DELTA_LENGTH_BYTE_ARRAY"}},
+])  # fmt: skip
+def test_the_expected_memory_of_a_block_is_about_that_of_its_values(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    chance = random.Random(3)
+    words = [chance.randbytes(chance.randrange(5, 400)).hex() for _ in range(50)]
+    rows = 3000
+    columns = {
+        "n": pa.array(range(rows), pa.int32()),
+        "word": chance.choices(words, k=rows),
+        "text": [chance.choice(words) + str(n) for n in range(rows)],
+        "same": ["a prompt that is the same in every row " * 50] * rows,
+        "maybe": [None if n % 3 else words[n % 7] for n in range(rows)],
+        "tokens": pa.array([list(range(n % 300)) for n in range(rows)], pa.list_(pa.int16())),
+        "turns": [[{"role": "user", "content": words[n % 50]}] * (n % 4) for n in range(rows)],
+        "blob": pa.array([bytes(16)] * rows, pa.binary(16)),
+    }
+    for name, column in columns.items():
+        path = tmp_path / f"{name}.parquet"
+        own = {key: value for key, value in settings.items() if key != "column_encoding" or name in value}
+        pq.write_table(pa.table({name: column}), path, row_group_size=1000, **own)
+        for check in ("none", "decode"):
+            adopt([path], tmp_path / f"{name} {check}", options=ImportOptions(check=check))
+        expected, exact = (indexes(tmp_path / f"{name} {check}")[0] for check in ("none", "decode"))
+        ratio = expected.block_raw_size / exact.block_raw_size
+        assert ((ratio > 0.9) & (ratio < 1.5)).all(), (name, ratio)
+        found = shardkit.open(tmp_path / f"{name} none").reader.read(0, 1)
+        assert found.nbytes == int(exact.block_raw_size[1])
+
+
+def test_a_dictionary_that_could_fill_the_memory_is_decoded(tmp_path: Path) -> None:
+    """One long text in a dictionary of short ones: their mean says nothing, so the values are counted."""
+    path, rows = tmp_path / "a.parquet", 40_000
+    texts = pa.DictionaryArray.from_arrays(
+        pa.array([0 if n % 100 == 0 else 1 + n % 7 for n in range(rows)], pa.int32()),
+        pa.array(["long" * 60_000, *map(str, range(7))]),
+    )
+    pq.write_table(pa.table({"text": texts}), path, dictionary_pagesize_limit=1 << 24)
+    adopt([path], tmp_path / "root")
+    index = indexes(tmp_path / "root")[0]
+    assert int(index.block_raw_size[0]) == 400 * 240_000 + (rows - 400) + 16 * rows
+    monstrous = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["long" * 60_000]))
+    pq.write_table(pa.table({"text": monstrous}), path, dictionary_pagesize_limit=1 << 24)
+    with pytest.raises(SourceError, match=r"row group 0 has \d+ bytes, and a read of one of its rows"):
+        adopt([path], tmp_path / "other")

@@ -68,8 +68,8 @@ QUOTE = option(
 )
 CHECK = option(
     "--check decode|none",
-    "Decode the pictures of a folder, to find those that are cut short or damaged; default: decode JPEG, PNG and "
-    "GIF in folders of up to 100,000 files.",
+    "Decode the pictures of a folder, and every value of adopted files, to find those that are cut short or damaged; "
+    "default: decode JPEG, PNG and GIF in folders of up to 100,000 files.",
     "Source",
 )
 FOLLOW_LINKS = option(

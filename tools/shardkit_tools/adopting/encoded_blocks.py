@@ -61,37 +61,42 @@ class EncodedBlocks:
     schema: Schema
     constants: Mapping[str, str]  # field → text of the value of all rows
     most_bytes: int = MAX_BLOCK_BYTES  # maximum stored and decoded size of a block
-    _memory: list[int] = field(default_factory=list)  # bytes of each decoded block
+    _memory: list[int] = field(default_factory=list)  # bytes of each block when it is decoded
     _rows: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def check_size(self, what: str, size: int) -> None:
         """Raise SourceError if a block is too large."""
         check_block_size(self.task.file.path, what, size, self.most_bytes)
 
-    def add(self, what: str, rows: int, batches: Iterable[Any], declared: int = 1) -> None:
-        """Decode and check the rows of a block with the code that will read them.
-
-        `declared` is the size that the block itself declares for its decoded bytes.
+    def decode(self, what: str, batches: Iterable[Any], fields: Collection[str]) -> tuple[int, int]:
+        """Decode some fields of a block with the code that will read them; return their memory and number of rows.
 
         Raises:
             SourceError: A value does not fit the schema, or the block is too large.
         """
+        schema = Schema({name: kind for name, kind in self.schema.items() if name in fields})
         memory, first, seen = 0, sum(self._rows), 0
         for batch in batches:
-            columns = foreign_columns(batch, self.schema, self.constants, self.task.file.path, first + seen)
+            columns = foreign_columns(batch, schema, self.constants, self.task.file.path, first + seen)
             memory, seen = memory + memory_of(columns.values()), seen + batch.num_rows
             self.check_size(what, memory)
-        if seen != rows:
-            raise SourceError(
-                f"{self.task.file.path}: {what} has {seen} rows, its file says {rows}; write it again"
-            )
-        self.add_decoded(what, rows, max(declared, memory))
+        return memory, seen
 
-    def add_decoded(self, what: str, rows: int, memory: int) -> None:
-        """Note a block whose rows have been decoded to `memory` bytes."""
+    def add(self, what: str, rows: int, memory: int) -> None:
+        """Note a block whose rows take about `memory` bytes when they are decoded."""
         self.check_size(what, memory)
         self._memory.append(max(1, memory))
         self._rows.append(rows)
+
+    def check_rows(self, what: str, found: int, rows: int) -> None:
+        """Raise SourceError if a block has other rows than its file says."""
+        if found != rows:
+            raise SourceError(
+                f"{self.task.file.path}: {what} has {found} rows, its file says {rows}; write it again"
+            )
 
     def scanned(self, encoding: str, blocks: FilePass, common: bytes) -> ScannedFile:
         """Return the result of the pass over the file."""

@@ -197,7 +197,7 @@ class _LineScan:
     def _end_block(self, found: EncodedBlocks, blocks: ScannedBlocks) -> None:
         """End the current block. Its rows are parsed and encoded already, by the functions that will read them."""
         columns = encoded_columns(self.importer.schema, self._payloads)
-        found.add_decoded(f"block {self._blocks}", len(self._payloads), memory_of(columns.values()))
+        found.add(f"block {self._blocks}", len(self._payloads), memory_of(columns.values()))
         data = b"".join(self._block)
         blocks.add(data, len(self._payloads))
         self._block, self._in_block, self._payloads, self._size = [], 0, [], 0

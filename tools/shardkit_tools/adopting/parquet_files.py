@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, BinaryIO
 
 from shardkit.errors import SourceError
@@ -16,8 +16,14 @@ from shardkit.formats.foreign_blocks import (
     filled_groups,
     parquet_footer,
 )
-from shardkit_tools.adopting.encoded_blocks import MAX_COMMON_BYTES, TableFiles
+from shardkit_tools.adopting.encoded_blocks import (
+    MAX_BLOCK_BYTES,
+    MAX_COMMON_BYTES,
+    EncodedBlocks,
+    TableFiles,
+)
 from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, Report, ScannedFile
+from shardkit_tools.adopting.parquet_pages import Chunk, field_memory
 from shardkit_tools.adopting.scanned_blocks import FilePass, read_some
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.tables import ParquetImporter, read_groups
@@ -57,11 +63,8 @@ class ParquetFiles(TableFiles):
                 data = blocks.read(stop - start)
                 fields = [_field_span(name, owners, leaves, start) for name in self.schema]
                 blocks.add(data, facts.num_rows, fields)
-                view = SparseFile(file.size, {start: memoryview(data)})
-                names = [name for name in self.schema if name in columns.names]
-                found.add(
-                    what, facts.num_rows, read_groups(view, file, range(group, group + 1), names, footer)
-                )
+                own = _RowGroup(file, footer, group, owners, memoryview(data), start)
+                found.add(what, facts.num_rows, self._check(found, what, own, is_first=not found))
                 report(facts.num_rows, len(data))
             for size in _pieces(file.size - len(common) - borders[-1]):
                 blocks.add_tail(blocks.read(size))
@@ -71,6 +74,63 @@ class ParquetFiles(TableFiles):
         if end != common:
             raise SourceError(f"{file.path}: it was changed while it was read; adopt what nobody writes to")
         return found.scanned("parquet", blocks, common)
+
+    def _check(self, found: EncodedBlocks, what: str, group: _RowGroup, *, is_first: bool) -> int:
+        """Return the memory of a row group, and decode what must be decoded to know it.
+
+        The beginning of the first file is decoded, because most values that do not fit their field are in every row.
+        """
+        rows = group.facts.num_rows
+        if self.importer.options.check == "decode":
+            memory, seen = found.decode(what, group.batches(self.schema), self.schema)
+            found.check_rows(what, seen, rows)
+            return memory
+        if is_first and found.task.number == 0:
+            found.decode(what, islice(group.batches(self.schema), 1), self.schema)
+        total = 0
+        for name, kind in self.schema.items():
+            chunks = group.chunks(name)
+            expected = field_memory(kind, rows, chunks)
+            own = expected.num_bytes
+            if own is None or any(chunk.facts.physical_type == "INT96" for chunk in chunks):
+                most_rows = max(1, MAX_BLOCK_BYTES // expected.longest) if expected.longest else None
+                own, seen = found.decode(what, group.batches([name], most_rows), [name])
+                found.check_rows(what, seen, rows)
+            total += own
+        return total
+
+
+@dataclass(frozen=True)
+class _RowGroup:
+    """A row group that was read."""
+
+    file: SourceFile
+    footer: Any
+    number: int
+    owners: Sequence[str]  # column of each leaf column
+    data: memoryview
+    start: int  # where it begins in the file
+
+    @property
+    def facts(self) -> Any:
+        return self.footer.row_group(self.number)
+
+    def chunks(self, name: str) -> list[Chunk]:
+        """Return the column chunks of a field."""
+        chunks = []
+        for place, owner in enumerate(self.owners):
+            if owner == name:
+                facts = self.facts.column(place)
+                start, stop = (at - self.start for at in chunk_span(facts))
+                chunks.append(Chunk(facts, self.footer.schema.column(place), self.data[start:stop]))
+        return chunks
+
+    def batches(self, names: Iterable[str], most_rows: int | None = None) -> Iterator[Any]:
+        """Decode some fields; those that the file lacks are left out."""
+        view = SparseFile(self.file.size, {self.start: self.data})
+        present = [name for name in names if name in self.owners]
+        groups = range(self.number, self.number + 1)
+        return read_groups(view, self.file, groups, present, self.footer, most_rows)
 
 
 def _read_footer(stream: BinaryIO, file: SourceFile) -> bytes:

@@ -59,8 +59,9 @@ class ImportOptions:
             whose quotes do not enclose cells.
         keys: keys of samples in tars, and in tables with a column of keys: "source"; "prefixed" with the name of the
             file; "none": generated; "": "prefixed" if the first keys of several tars are equal, otherwise "source".
-        check: "decode": pictures of a folder are decoded, so that damaged ones are found; "none": only their first
-            bytes are checked; "": JPEG, PNG and GIF with a size are decoded in folders of up to 100,000 files.
+        check: "decode": pictures of a folder, and all values of adopted files, are decoded, so that damaged ones are
+            found; "none": only what is needed is decoded, and the first bytes of pictures are checked; "": as "none",
+            but JPEG, PNG and GIF with a size are decoded in folders of up to 100,000 files.
         follow_links: symbolic links out of the source, and to folders, are followed.
         unchecked: rows go to a function that may fix them: values that do not fit are passed as they are in
             the source, missing values as None, and no field name is refused.

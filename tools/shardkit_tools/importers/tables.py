@@ -218,7 +218,12 @@ def _batches(file: SourceFile, groups: range, columns: Sequence[str] | None) -> 
 
 
 def read_groups(
-    stream: Any, file: SourceFile, groups: range, columns: Sequence[str] | None, footer: Any = None
+    stream: Any,
+    file: SourceFile,
+    groups: range,
+    columns: Sequence[str] | None,
+    footer: Any = None,
+    most_rows: int | None = None,
 ) -> Iterator[Any]:
     """Yield the rows of row groups in batches of about 16 MiB; memory does not depend on the size of a group.
 
@@ -228,12 +233,13 @@ def read_groups(
         groups: numbers of the row groups.
         columns: columns to read; None: all.
         footer: the metadata of the file; None: read from `stream`.
+        most_rows: maximum number of rows of a batch.
     """
     parquet = _open(stream, file, footer=footer)
     only = None if columns is None else list(columns)
     if only is not None and not any(_is_column(path, only) for path in _paths(parquet)):
         only = _paths(parquet)[:1]  # pyarrow would yield no rows for no column
-    rows = _rows_of_batches(parquet.metadata, groups)
+    rows = min(_rows_of_batches(parquet.metadata, groups), most_rows or _BATCH_ROWS)
     try:
         exact = _int96_columns(parquet, only)
         fine = None
