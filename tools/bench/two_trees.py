@@ -69,9 +69,13 @@ def make_sources(folder: Path, scale: float) -> None:
 def jobs(source: Path, base: Path) -> Iterator[Job]:
     """Yield the jobs of each checkout, in order."""
     roots = {name: str(base / name) for name in ("pictures", "lines", "table", "tokens")}
-    for name, file in (("pictures", "pictures"), ("lines", "lines.jsonl"), ("table", "table.csv")):
-        yield Job(f"build {name}", ("build", str(source / file), roots[name]), fresh=(roots[name],))
-    tokens = ("build", str(source / "tokens.npy"), roots["tokens"])
+    # formats are given, because their defaults have changed
+    tar, zstd = ("--format", "tar"), ("--format", "arrow", "--compression", "zstd")
+    for name, file, form in (("pictures", "", tar), ("lines", ".jsonl", zstd), ("table", ".csv", zstd)):
+        words = ("build", str(source / f"{name}{file}"), roots[name], *form)
+        yield Job(f"build {name}", words, fresh=(roots[name],))
+    plain = ("--format", "arrow", "--compression", "none")
+    tokens = ("build", str(source / "tokens.npy"), roots["tokens"], *plain)
     yield Job("build tokens", tokens, fresh=(roots["tokens"], str(base / "mirror")))
     for command in ("verify", "scrub"):
         yield Job(command, (command, roots["tokens"]))
