@@ -62,7 +62,8 @@ def create(
             is the format of the version that samples are appended to, otherwise tar, or arrow with a compression.
         compression: ``"none"``, or for arrow also ``"zstd"`` or ``"zstd:9"``.
         shard_size: raw bytes per shard.
-        block_size: raw bytes per block; by default as in the version that ``ref`` names, or 256 KiB.
+        block_size: raw bytes per block; by default as in the version that ``ref`` names, or 256 KiB, which is up to 1
+            MiB for rows of more than 32 KiB, without ``stratify`` and ``split``, from 256 MiB of rows on.
         seed: seed of the shuffle.
         shuffle: False keeps the order of adding within each stratum.
         classes: names of the values 0, 1, … of the field ``label``.

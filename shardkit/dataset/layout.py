@@ -40,7 +40,11 @@ class RowTable:
 
 
 BLOCK_BYTES: Final = 2**18
-"""Raw bytes per block of new datasets: a loader holds some hundred blocks in memory."""
+"""Default raw bytes per block: a loader holds some hundred blocks in memory."""
+
+_LARGE_BLOCK_BYTES: Final = 2**20
+_ROWS_OF_LARGE: Final = 8
+_LEAST_FOR_LARGE: Final = 256 * 2**20  # total bytes: 64 lanes have four large blocks each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,12 @@ def order_keys(identity: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 
 
 def lay_out(
-    table: RowTable, strata: int, settings: LayoutSettings, pooling: NDArray[np.int8] | None = None
+    table: RowTable,
+    strata: int,
+    settings: LayoutSettings,
+    pooling: NDArray[np.int8] | None = None,
+    *,
+    large_blocks: bool = False,
 ) -> Layout:
     """Distribute rows over shards, evenly by stratum, and cut shards into segments and blocks.
 
@@ -104,6 +113,7 @@ def lay_out(
         settings: layout settings.
         pooling: (strata,) int8 of an append: 1 for strata pooled in the base, -1 for strata with segments
             there, 0 for new ones; None: all are new.
+        large_blocks: large rows get blocks of up to 1 MiB if `settings` has the default block size (SPEC.md §2).
     """
     if strata > MAX_STRATA:
         raise UsageError(
@@ -132,13 +142,18 @@ def lay_out(
         # A row larger than a shard gets its own shard, between the shards of the rows before and after it.
         runs = -1 - order
         runs[~large] = shard_of
-        return _assemble(
-            table, order, np.cumsum(np.diff(runs, prepend=runs[:1]) != 0), pooled, settings.block_size
-        )
+        shard = np.cumsum(np.diff(runs, prepend=runs[:1]) != 0)
+        return _assemble(table, order, shard, pooled, settings.block_size)
     # A row larger than a shard gets its own shard, after all others and in row order.
     rows = np.concatenate([dealt, order[large]])
     shard = np.concatenate([shard_of, np.arange(shards, shards + len(rows) - len(dealt))])
-    return _assemble(table, rows, shard, pooled, settings.block_size)
+    large_blocks = (
+        large_blocks
+        and settings.shuffle
+        and settings.block_size == BLOCK_BYTES
+        and int(table.raw_bytes.sum()) >= _LEAST_FOR_LARGE
+    )
+    return _assemble(table, rows, shard, pooled, settings.block_size, _ROWS_OF_LARGE if large_blocks else 1)
 
 
 def _row_order(table: RowTable, settings: LayoutSettings) -> NDArray[np.int64]:
@@ -229,6 +244,7 @@ def _assemble(
     shard: NDArray[np.int64],
     pooled: NDArray[np.bool_],
     block_size: int,
+    rows_of_large: int = 1,
 ) -> Layout:
     stratum = _with_pool(table.stratum[rows], pooled)
     # Stable sorts by stratum and then by shard keep the row order inside each segment.
@@ -240,12 +256,15 @@ def _assemble(
     shards = int(shard[-1]) + 1 if len(rows) else 0
     shard_rows = np.bincount(shard, minlength=shards)
     shard_bytes = np.add.reduceat(table.raw_bytes[rows], _starts(shard_rows)[:-1]) if shards else shard_rows
+    small, large = (
+        size * shard_rows // np.maximum(1, shard_bytes) for size in (block_size, _LARGE_BLOCK_BYTES)
+    )
     border = np.flatnonzero((np.diff(shard) != 0) | (np.diff(stratum) != 0)) + 1
     first = np.concatenate([[0], border])[: None if len(rows) else 0]
     return Layout(
         rows=rows,
         shard_start=_starts(shard_rows),
-        block_rows=np.maximum(1, block_size * shard_rows // np.maximum(1, shard_bytes)),
+        block_rows=np.maximum(np.maximum(1, small), np.minimum(rows_of_large, large)),
         segment_shard=shard[first].astype(np.int32),
         segment_stratum=stratum[first],
         segment_start=np.concatenate([first, [len(rows)]]).astype(np.int64),

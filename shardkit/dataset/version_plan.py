@@ -274,7 +274,9 @@ def plan_version(
     split = _split_rows(version, rows, allow_empty=base is not None)
     known = {stratum.values: 1 if stratum.in_pool else -1 for stratum in before}
     pooling = np.array([known.get(values, 0) for values in rows.strata], dtype=np.int8)
-    layout = lay_out(rows, len(rows.strata), version.settings, pooling)
+    # lanes keep more blocks open if batches are balanced, and a split would read all rows of a block for a few
+    large_blocks = version.split is None and not version.axes
+    layout = lay_out(rows, len(rows.strata), version.settings, pooling, large_blocks=large_blocks)
     listed, of_stratum = _number_strata(rows.strata, layout.pooled, before)
     return VersionPlan(version, base, rows, layout, listed, of_stratum, split)
 

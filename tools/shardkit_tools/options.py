@@ -100,7 +100,8 @@ FORMAT = _SHARDS("--format tar|arrow", "By default tar if rows hold files, else 
 COMPRESSION = _SHARDS("--compression NAME[:LEVEL]", "none; for arrow also zstd or zstd:1…19.")
 SHARD_SIZE = _SHARDS("--shard-size SIZE", "Raw bytes per shard.")
 BLOCK_SIZE = _SHARDS(
-    "--block-size SIZE", "Raw bytes per block; by default those of the ref as it stands, else 256KiB."
+    "--block-size SIZE",
+    "Raw bytes per block; by default those of the ref as it stands, else 256KiB, or up to 1MiB for large rows.",
 )
 SEED = _SHARDS("--seed", "Of the shuffle.")
 SHUFFLE = _SHARDS("--shuffle/--no-shuffle", "Mix the samples, or keep the source's order in a stratum.")
