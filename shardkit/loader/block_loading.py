@@ -308,7 +308,10 @@ class BlockLoading:
                 sizes[places] = found.raw_sizes[inside]
                 own[places] = np.where(found.is_fit[inside], found.own_sizes[inside], 0)
                 continue
-            sizes[places] = [self._size(shard, one) for one in inside.tolist()]
+            known = self._reader.known_sizes(shard)
+            sizes[places] = (
+                [self._size(shard, one) for one in inside.tolist()] if known is None else known[inside]
+            )
         return _whole_pages(sizes), own
 
     def _by_shard(self, blocks: Int64s) -> list[tuple[int, Int64s, Int64s]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import threading
@@ -37,7 +38,8 @@ __all__ = ["RemoteBlocks"]
 
 _GROUP_ROWS: Final = 65536
 _AHEAD_BYTES: Final = 256 << 20
-_AHEAD_THREADS: Final = 16
+_AHEAD_THREADS: Final = 64  # the read path limits the requests in flight
+_SHARDS_KNOWN: Final = 4096
 _HORIZON_LOOPS: Final = 2  # future uses known to the cache: the rest of this loop and the next loop
 _SHARE_OF_DISK: Final = 0.8
 _JOURNALED: Final = {
@@ -119,14 +121,19 @@ class RemoteBlocks:
         reader, rows = self.reader, self._rows
         shards = rows.shard_first_block
 
-        def request(block: int) -> tuple[LocatedStore, BlockRequest] | None:
-            shard, inside = rows.shard_of_block(block)
+        @functools.lru_cache(maxsize=_SHARDS_KNOWN)
+        def far_store(shard: int) -> LocatedStore | None:
             store = reader.located(shard)
-            if store is None or is_loaded(block) or reader.has_file(shard):
+            if store is None or reader.has_file(shard):
                 return None
             if separate_fields(reader.index(shard), self._fields) is not None:
                 return None  # read when the block is loaded, a range per field
-            return store, reader.request(shard, inside)
+            return store
+
+        def request(block: int) -> tuple[LocatedStore, BlockRequest] | None:
+            shard, inside = rows.shard_of_block(block)
+            store = None if is_loaded(block) else far_store(shard)
+            return None if store is None else (store, reader.request(shard, inside))
 
         def places(blocks: Int64s) -> NDArray[np.uint64]:
             shard = np.searchsorted(shards, blocks, side="right") - 1

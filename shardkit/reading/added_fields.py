@@ -6,6 +6,9 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardkit.errors import FormatError
 from shardkit.formats import Block, Schema, ShardIndex, Verify
 from shardkit.formats.block import Column
@@ -76,6 +79,11 @@ class ExtendedReader(BlockReader):
     def raw_size(self, shard: int, block: int) -> int:
         readers = [self.own, *(one.reader for one in self.added)]
         return sum(reader.raw_size(shard, block) for reader in readers)
+
+    def known_sizes(self, shard: int) -> NDArray[np.integer[Any]] | None:
+        known = [reader.known_sizes(shard) for reader in (self.own, *(one.reader for one in self.added))]
+        found = [sizes.astype(np.int64) for sizes in known if sizes is not None]
+        return np.sum(found, axis=0) if len(found) == len(known) else None
 
     def has_file(self, shard: int) -> bool:
         return self.own.has_file(shard) and all(one.reader.has_file(shard) for one in self.added)

@@ -246,6 +246,12 @@ class BlockReader:
         """Return the decompressed size of a block in bytes; reads the shard's index if necessary."""
         return int(self.index(shard).block_raw_size[block])
 
+    def known_sizes(self, shard: int) -> NDArray[np.integer[Any]] | None:
+        """Return (blocks,) decompressed sizes in bytes; None if the shard's index is not in memory."""
+        with self._lock:
+            found = self._indexes.get(shard)
+        return None if found is None else found[0].block_raw_size
+
     def index(self, shard: int) -> ShardIndex:
         """Return the verified index of a shard."""
         with self._lock:

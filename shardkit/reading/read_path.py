@@ -18,10 +18,10 @@ import errno
 import random
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
 from shardkit.arrays import Buffer
@@ -29,6 +29,7 @@ from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreE
 from shardkit.ranges import Range
 from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.objects import Location
+from shardkit.reading.response_times import ResponseTimes
 from shardkit.stores.waiting import EXPIRED, FIRST_CONTACT, WAITS, RetryPolicy, pauses
 
 _HEDGE_SHARE: Final = 0.03  # maximum share of reads that are hedged
@@ -37,8 +38,6 @@ _HEDGES_FREE: Final = 4
 _HEDGE_OVER_MEDIAN: Final = 2.0
 _LEAST_HEDGE_S: Final = 0.005
 _JITTER: Final = random.SystemRandom()
-_ANSWERS_KEPT: Final = 128  # response times kept per size class
-_ANSWERS_ENOUGH: Final = 16  # response times needed for a percentile
 _RENEWAL_S: Final = 60.0  # time to wait for the renewal of expired credentials
 
 
@@ -97,9 +96,10 @@ class _LocationState:
     """State of a location in this process: response times, limit of concurrent requests, circuit breaker.
 
     The limit grows with good answers and halves on overload: additive increase, multiplicative decrease (Chiu and Jain
-    1989), as in TCP, so that the clients of one location reach fair shares without coordination. A location that only
-    fails rests and is tried again after pauses that double, up to 64 times the first: a circuit breaker (Nygard,
-    *Release It!*).
+    1989), as in TCP, so that the clients of one location reach fair shares without coordination. It does not grow while
+    answers take twice as long as the fastest one: more requests would then only wait for each other (Brakmo and
+    Peterson 1995, TCP Vegas). A location that only fails rests and is tried again after pauses that double, up to 64
+    times the first: a circuit breaker (Nygard, *Release It!*).
     """
 
     def __init__(self, location: Location, settings: ReadSettings, read_events: ReadEvents) -> None:
@@ -107,7 +107,7 @@ class _LocationState:
         self.off = False  # switched off by the operator of the run
         self._settings, self._read_events = settings, read_events
         self._changed = threading.Condition()  # guards everything below
-        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_ANSWERS_KEPT))
+        self._times = ResponseTimes()
         self._limit, self._running, self._last_cut = float(settings.first_concurrency), 0, 0.0
         self._failures = 0  # consecutive
         self._rests = 0  # consecutive
@@ -116,10 +116,7 @@ class _LocationState:
     def quantile(self, num_bytes: int, share: float) -> float | None:
         """Return a quantile of recent response times in seconds for this size; None while there are too few."""
         with self._changed:
-            recent = sorted(self._recent[_size_class(num_bytes)])
-        if len(recent) < _ANSWERS_ENOUGH:
-            return None
-        return recent[min(len(recent) - 1, int(share * len(recent)))]
+            return self._times.quantile(num_bytes, share)
 
     @property
     def is_resting(self) -> bool:
@@ -147,11 +144,11 @@ class _LocationState:
             self._changed.notify()
 
     def succeeded(self, num_bytes: int, seconds: float) -> None:
-        """Record a good answer; the limit grows by one per round of good answers."""
+        """Record a good answer; the limit grows by one per round of good answers that did not wait for others."""
         with self._changed:
-            self._recent[_size_class(num_bytes)].append(seconds)
+            self._times.note(num_bytes, seconds)
             # a limit that is not reached does not show how much load the location bears
-            if self._running * 2 >= self._limit:
+            if self._running * 2 >= self._limit and not self._times.is_queued(num_bytes, seconds):
                 self._limit = min(self._settings.most_concurrency, self._limit + 1 / self._limit)
                 self._changed.notify()
             was_resting = self._failures >= self._settings.trip_after
@@ -177,11 +174,6 @@ class _LocationState:
     def _pause(self) -> float:
         doublings = min(6, max(0, self._rests - 1))
         return self._settings.cool_down_s * float(1 << doublings) * _JITTER.uniform(0.75, 1.25)
-
-
-def _size_class(num_bytes: int) -> int:
-    """Return the size class (64 KiB, 256 KiB, 1 MiB, …); response times within a class are similar."""
-    return max(0, (max(num_bytes, 1).bit_length() - 15) // 2)
 
 
 class ReadPath:
@@ -278,7 +270,7 @@ class ReadPath:
         on = [known for known in able if not known.off]
         if any(known.location.holds == "objects" for known in on):  # otherwise no location would be left
             able = on
-        return sorted(able, key=nearness)
+        return able if len(able) == 1 else sorted(able, key=nearness)
 
     def tune(self, name: str, *, rank: int | None = None, off: bool | None = None) -> None:
         """Change a location's rank, or switch it off or on, from the next read on.
@@ -360,6 +352,7 @@ class _Turn:
         self._problems = problems
         self._problems.clear()
         self._running: dict[Future[Buffer], tuple[_LocationState, float]] = {}
+        self._done: SimpleQueue[Future[Buffer]] = SimpleQueue()
         self._hedged: set[Future[Buffer]] = set()
         self._refetched: set[str] = set()
         self.bad: dict[str, str] = {}
@@ -370,13 +363,15 @@ class _Turn:
         self._start_next()
         try:
             while self._running:
-                done, _ = wait(self._running, self._wait_s(), FIRST_COMPLETED)
-                for future in done:
+                try:
+                    future = self._done.get(timeout=self._wait_s())
+                except Empty:
+                    self._wake()
+                    continue
+                if future in self._running:  # otherwise it has timed out
                     data = self._settle(future)
                     if data is not None:
                         return data
-                if not done:
-                    self._wake()
             return None
         finally:
             for future in self._running:  # started attempts finish in the background
@@ -389,6 +384,7 @@ class _Turn:
     def _start(self, known: _LocationState, *, hedging: bool = False) -> None:
         future = self._path.start(known, self._request, self._deadline)
         self._running[future] = (known, time.monotonic())
+        future.add_done_callback(self._done.put)
         if hedging:
             self._hedged.add(future)
             self._path.read_events.note("hedges", known.location.name, what=self._request.what)

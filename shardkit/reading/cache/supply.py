@@ -68,6 +68,8 @@ class BlockFetcher:
         self._ahead_size = 0
         self._reading: set[int] = set()  # places that the loader reads without reading ahead
         self._step = 0
+        self._is_full = False  # no room until an eighth of the memory is free
+        self._awaited: Callable[[], bool] = lambda: False  # what the reading ahead waits for
         self._stopped = threading.Event()  # ends the threads of the last `follow`
 
     def read(self, store: LocatedStore, request: BlockRequest) -> Buffer:
@@ -76,7 +78,7 @@ class BlockFetcher:
             found = self._ahead.pop(request.place, None)
             if found is not None:
                 self._ahead_size -= found.size
-                self._changed.notify_all()
+                self._wake()
             self._reading.add(request.place)
         try:
             if found is not None:
@@ -123,7 +125,7 @@ class BlockFetcher:
         with self._changed:
             self._step = step
             self._drop_past()
-            self._changed.notify_all()
+            self._wake()
         if self.cache is not None:
             self.cache.lease.tick(step)
 
@@ -149,7 +151,7 @@ class BlockFetcher:
         for steps, blocks in uses:
             for step, block in zip(steps.tolist(), blocks.tolist(), strict=True):
                 with self._changed:
-                    self._changed.wait_for(lambda step=step: stopped.is_set() or step - lead < self._step)  # type: ignore[misc]
+                    self._wait_for(lambda step=step: stopped.is_set() or step - lead < self._step)  # type: ignore[misc]
                 if stopped.is_set():
                     return
                 where = request(block) if step >= self._step else None
@@ -162,9 +164,7 @@ class BlockFetcher:
         """Start reading a block once there is memory for it."""
         size, place = request.length, request.place
         with self._changed:
-            self._changed.wait_for(
-                lambda: stopped.is_set() or self._ahead_size + size <= self._ahead_bytes or not self._ahead
-            )
+            self._wait_for(lambda: stopped.is_set() or self._has_room(size))
             if stopped.is_set() or place in self._ahead or place in self._reading:
                 return
             if self.cache is not None:
@@ -172,6 +172,20 @@ class BlockFetcher:
             answer = self._pool.submit(self.obtain, request, lambda: store.read_block(request))
             self._ahead[place] = _Ahead(answer, size, step)
             self._ahead_size += size
+
+    def _has_room(self, size: int) -> bool:
+        most = self._ahead_bytes * 7 // 8 if self._is_full else self._ahead_bytes
+        self._is_full = bool(self._ahead) and self._ahead_size + size > most
+        return not self._is_full
+
+    def _wait_for(self, ready: Callable[[], bool]) -> None:
+        self._awaited = ready
+        self._changed.wait_for(ready)
+
+    def _wake(self) -> None:
+        """Wake the reading ahead if it can continue; waking it for every block would cost more than its work."""
+        if self._awaited():
+            self._changed.notify_all()
 
     def _drop_past(self) -> None:
         for place, one in list(self._ahead.items()):

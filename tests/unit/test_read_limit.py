@@ -1,0 +1,96 @@
+"""The limit of concurrent requests of a location: when it grows, and when it is halved."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shardkit.reading.attestations import ReadEvents
+from shardkit.reading.objects import Location
+from shardkit.reading.read_path import ReadSettings, _LocationState
+from shardkit.reading.response_times import ResponseTimes
+from shardkit.testing.memory_store import MemoryStore
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def state() -> _LocationState:
+    return _LocationState(Location(name="root", store=MemoryStore()), ReadSettings(), ReadEvents())
+
+
+def free_slots(state: _LocationState) -> int:
+    """Return how many requests may start now, and give the slots back."""
+    taken = 0
+    while state.acquire(0.0):
+        taken += 1
+    for _ in range(taken):
+        state.release()
+    return taken
+
+
+def answer(state: _LocationState, rounds: int, seconds: float) -> None:
+    """Answer all requests that may be in flight, several times over."""
+    for _ in range(rounds):
+        taken = 0
+        while state.acquire(0.0):
+            taken += 1
+        for _ in range(taken):
+            state.succeeded(SIZE, seconds)
+        for _ in range(taken):
+            state.release()
+
+
+def test_the_limit_grows_to_its_bound_while_answers_take_the_same_time(state: _LocationState) -> None:
+    assert free_slots(state) == 16
+    answer(state, 1, 0.02)
+    assert free_slots(state) == 16, "one round is a slot at most, less what rounding takes"
+    answer(state, 10, 0.02)
+    assert 20 <= free_slots(state) <= 27
+    answer(state, 100, 0.02)
+    assert free_slots(state) == 64
+
+
+def test_the_limit_does_not_grow_while_answers_wait_for_each_other(state: _LocationState) -> None:
+    answer(state, 4, 0.02)
+    before = free_slots(state)
+    answer(state, 3, 0.05)
+    assert free_slots(state) == before
+
+
+def test_overload_halves_the_limit_once_in_half_a_second(state: _LocationState) -> None:
+    answer(state, 100, 0.02)
+    for _ in range(64):  # all requests in flight are refused
+        state.failed(is_overloaded=True)
+    assert free_slots(state) in (32, 16), "a slow machine may take longer than half a second"
+    before = free_slots(state)
+    answer(state, 3, 0.02)
+    assert before < free_slots(state) <= before + 3
+
+
+def test_a_limit_that_is_not_reached_does_not_grow(state: _LocationState) -> None:
+    for _ in range(500):
+        assert state.acquire(0.0)
+        state.succeeded(SIZE, 0.02)
+        state.release()
+    assert free_slots(state) == 16
+
+
+def test_quantiles_are_those_of_answers_of_the_same_size() -> None:
+    times, draw = ResponseTimes(), random.Random(1)
+    small, large = ([draw.uniform(low, 2 * low) for _ in range(64)] for low in (0.01, 0.5))
+    for count, (one, other) in enumerate(zip(small, large, strict=True)):
+        assert (times.quantile(1000, 0.5) is None) == (count < 16)
+        times.note(1000, one)
+        times.note(SIZE, other)
+    assert min(small) == times.quantile(1000, 0.0)
+    assert max(large) == times.quantile(SIZE, 1.0)
+    assert small.index(times.quantile(1000, 0.5)) >= 0  # type: ignore[arg-type]
+    assert sorted(small)[24] <= (times.quantile(1000, 0.5) or 0) <= sorted(small)[40]
+    assert not times.is_queued(SIZE, max(large))
+    assert times.is_queued(1000, 0.05)
+    for _ in range(128):
+        times.note(1000, 1.0)
+    assert times.quantile(1000, 0.0) == 1.0, "only the last 128 answers count"
+    assert not times.is_queued(1000, 1.5)
