@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import BinaryIO, NamedTuple
 
@@ -31,7 +31,7 @@ from shardkit_tools.adopting.files import (
 from shardkit_tools.adopting.located_rows import LocatedRows, locate_decimal, refuse_array
 from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.numpy_arrays import read_header
-from shardkit_tools.importers.tar_members import Member, TarSample, read_members, tar_samples
+from shardkit_tools.importers.tar_members import TarSample, read_members, tar_samples
 from shardkit_tools.importers.webdataset import check_fields
 
 _MAX_GAP_BYTES = (5 << 30) + (
@@ -44,19 +44,19 @@ class _TarRow(NamedTuple):
 
     key: str
     start: int
-    fields: dict[str, tuple[int, int]]
+    fields: list[tuple[int, int]]  # in the order of the schema
     labels: tuple[str, ...]
 
 
 class _HeldStream:
     """A file that keeps the bytes read since the last cut."""
 
-    def __init__(self, file: BinaryIO, where: str, report: Report) -> None:
+    def __init__(self, file: BinaryIO, where: str, report: Report, most_bytes: int) -> None:
         self._file = file
         self._where = where
         self._report = report
-        self._gap = 0
-        self._held: deque[bytes] = deque()
+        self._room = most_bytes  # bytes that may be read before the next cut
+        self._held: deque[memoryview] = deque()
         self.position = 0
 
     def read(self, size: int = -1, /) -> bytes:
@@ -64,27 +64,27 @@ class _HeldStream:
             data = self._file.read(size)
         except OSError as error:
             raise SourceError(f"{self._where}: cannot be read ({error.strerror}); mend the disk") from error
-        self._held.append(data)
+        self._held.append(memoryview(data))
         self.position += len(data)
-        self._gap += len(data)
-        if self._gap > _MAX_GAP_BYTES:
-            raise SourceError(f"{self._where}: no member in {self._gap} bytes; write the tar again")
+        self._room -= len(data)
+        if self._room < 0:
+            raise SourceError(f"{self._where}: too few members in too many bytes; write the tar again")
         if data:
             self._report(0, len(data))
         return data
 
     def take(self, size: int) -> bytes:
-        """Return the next `size` bytes; members begin and end at borders of reads, so no read is split."""
+        """Return the next `size` bytes."""
         parts = []
+        self._room += size
         while size > 0:
-            parts.append(self._held.popleft())
-            size -= len(parts[-1])
-        if size:
-            raise SourceError(f"{self._where}: a member begins inside another; write the tar again")
+            part = self._held.popleft()
+            if len(part) > size:
+                self._held.appendleft(part[size:])
+                part = part[:size]
+            parts.append(part)
+            size -= len(part)
         return b"".join(parts)
-
-    def met_member(self) -> None:
-        self._gap = 0
 
 
 @dataclass
@@ -106,7 +106,11 @@ class TarScan:
         self._runs = LabelRuns(self.axes)
         self._block_start = 0
         self._path = self.task.file.path
-        self._located = LocatedRows(self.schema, self._path)
+        self._names = list(self.schema)
+        # fields whose values are whole members
+        self._whole = {name for name, kind in self.schema.items() if kind.is_opaque and not kind.is_packed}
+        self._whole -= set(self.axes)
+        self._located = LocatedRows(self.schema, self._path, dict.fromkeys(self._whole, False))
         self._failures: list[str] = []
 
     def run(self) -> ScannedFile:
@@ -114,12 +118,14 @@ class TarScan:
         try:
             return self._read()
         except TooUnevenError:
-            self.report(-self.rows, -self.position)
+            self.report(len(self._block) - self.rows, -self.position)
             return replace(self, block_rows=smaller(self.block_rows or 1)).run()
 
     def _read(self) -> ScannedFile:
         with FilePass(task=self.task) as self._blocks:
-            self._stream = _HeldStream(self._blocks.stream, self._path, self.report)
+            self._stream = _HeldStream(
+                self._blocks.stream, self._path, self.report, _MAX_GAP_BYTES + MAX_UNEVEN * self.block_bytes
+            )
             try:
                 end = self._read_rows()
             finally:
@@ -144,7 +150,7 @@ class TarScan:
         """Read to the end, or to damage if bad samples are left out; return the end of the last sample."""
         end = 0
         try:
-            for sample in tar_samples(self._members(), self._path):
+            for sample in tar_samples(read_members(self._stream, self._path, one_name=True), self._path):
                 members = [member for _, member in sample.members.values()]
                 row = self._good_row(sample, members[0].start)
                 if row is None:
@@ -168,9 +174,8 @@ class TarScan:
                 raise sample.error
             row = self._row(sample, start)
             # a block of this tar has as many rows as any other, so a bad one is found before it is in a block
-            for name in self.schema if self.skip else ():
+            for name, (offset, size) in zip(self._names, row.fields, strict=True) if self.skip else ():
                 data, at = sample.members[name][1].data, sample.members[name][1].offset
-                offset, size = row.fields[name]
                 raw = np.frombuffer(data, np.uint8)
                 self._located.check_value(raw, (offset - at, size), name, f"sample {sample.key!r}")
         except SourceError as error:
@@ -181,15 +186,13 @@ class TarScan:
         self._keys.append(sample.key)
         return row
 
-    def _members(self) -> Iterator[Member]:
-        for member in read_members(self._stream, self._path, one_name=True):
-            self._stream.met_member()
-            yield member
-
     def _row(self, sample: TarSample, start: int) -> _TarRow:
         fields: dict[str, tuple[int, int]] = {}
         labels = {}
         for name, (extension, member) in sample.members.items():
+            if name in self._whole:
+                fields[name] = member.offset, len(member.data)
+                continue
             where = f"{self._path} member {member.name!r}"
             kind = self.schema.get(name)
             if kind is None:
@@ -206,8 +209,10 @@ class TarScan:
             if name in self.axes:
                 value = _axis_value(kind, member.data[skipped : skipped + size], is_payload=is_payload)
                 labels[name] = label_text(kind, value, where)
-        check_fields(fields, self.schema, f"{self._path} sample {sample.key!r}")
-        return _TarRow(sample.key, start, fields, tuple(labels[axis] for axis in self.axes))
+        if len(fields) != len(self._names):
+            check_fields(fields, self.schema, f"{self._path} sample {sample.key!r}")
+        places = [fields[name] for name in self._names]
+        return _TarRow(sample.key, start, places, tuple(labels[axis] for axis in self.axes))
 
     def _place(self, row: _TarRow) -> None:
         if self._block and (len(self._block) == self.block_rows or not self._runs.continues(row.labels)):
@@ -217,7 +222,6 @@ class TarScan:
         self._runs.add(row.labels)
         self._block.append(row)
         self.rows += 1
-        self.report(1, 0)
 
     # Blocks
 
@@ -226,10 +230,9 @@ class TarScan:
         size = end - self._block_start
         data = self._stream.take(size)
         self._blocks.add(data, len(self._block))
-        fields = [
-            [(row.fields[name][0] - self._block_start, row.fields[name][1]) for name in self.schema]
-            for row in self._block
-        ]
+        self.report(len(self._block), 0)
+        fields = np.array([row.fields for row in self._block], np.int64)
+        fields[:, :, 0] -= self._block_start
         self._located.add(data, fields, lambda row: f"sample {self._block[row].key!r}")
         self._block_start = end
         self._block = []

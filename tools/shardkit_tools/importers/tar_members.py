@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 from urllib.parse import unquote
 
+import numpy as np
+
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
 from shardkit_tools.importers.source_kinds import MEDIA
@@ -25,6 +27,14 @@ _BLOCK = 512
 _MAX_HEADER_BYTES = 1 << 20  # limit for a long name or a pax header; honest ones have a few hundred bytes
 _MAX_MEMBER_BYTES = 5 << 30  # the largest sample that fits in a shard
 _PIECE_BYTES = 16 << 20
+_BUFFER_BYTES = 1 << 20  # read ahead
+_FEW_HEADERS = 32
+_USTAR = np.frombuffer(b"ustar\0", np.uint8)
+_OCTAL_PLACES = 8 ** np.arange(5, -1, -1)
+_PLAIN_NAMES = re.compile(
+    rb"(?:[\w ()+,=@~-][\w ()+,=@~.-]*(?:/[\w ()+,=@~-][\w ()+,=@~.-]*)*(?:\n(?!\Z)|\Z))*"
+)
+_TIME_RECORD = re.compile(rb"([1-9][0-9]*) [amc]time=[0-9.]+\n")
 _SIZE_FIELD_LIMIT = 8**11  # limit of eleven octal digits: larger members state their size elsewhere
 _REFUSED_TYPES = {
     b"1": "a hard link",
@@ -135,17 +145,17 @@ def tar_samples(
                 sample.is_last = True
                 yield sample
             raise member
-        head, slash, base = member.name.rpartition("/")
-        stem, dot, extension = base.partition(".")
-        if not stem:
+        begin = member.name.rfind("/") + 1
+        dot = member.name.find(".", begin)
+        if dot == begin:
             continue
-        if not dot:
+        if dot < 0:
             error = SourceError(
                 f"{path} member {member.name!r}: has no extension, so its field is unknown; rename it (key.extension)"
             )
             yield TarSample(member.name, next(rows), {"": ("", member)}, error)
             continue
-        key = head + slash + stem
+        key = member.name[:dot]
         if sample is None or sample.key != key:
             if sample is not None:
                 yield sample
@@ -157,7 +167,7 @@ def tar_samples(
                     "(tar --sort=name), or rename one"
                 )
             keys.add(key)
-        extension = extension.lower()
+        extension = member.name[dot + 1 :].lower()
         name, why = fields.get(extension) or fields.setdefault(extension, _field_facts(extension, keeps))
         if name in sample.members:
             why = f"a second member for the field {name!r} of one sample; rename or remove one"
@@ -185,10 +195,74 @@ def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = Fals
     return _Reader(stream, where, one_name=one_name).members()
 
 
+class _Headers(NamedTuple):
+    """Headers of members that follow one another."""
+
+    names: list[bytes]
+    places: tuple[
+        list[int], list[int], list[int]
+    ]  # of the first header and of the own one, and size of the content
+
+
+def plain_headers(data: bytes, start: int, most: int) -> _Headers:
+    """Return the members that are in `data` from `start` on, as long as their headers are plain, at most `most`.
+
+    A plain header has a short name, no prefix, and what common writers write in its other fields. It may follow an
+    extension header that has nothing but a time, as `webdataset.TarWriter` writes them. All other headers, and damaged
+    ones, are read one by one.
+    """
+    heads: list[int] = []
+    sizes: list[int] = []
+    at, end = start, len(data) - _BLOCK
+    with contextlib.suppress(ValueError):
+        while at <= end and len(heads) < most:
+            size = int(data[at + 124 : at + 135], 8)
+            if size < 0:
+                break
+            heads.append(at)
+            sizes.append(size)
+            at += _BLOCK + size + -size % _BLOCK
+    while heads and heads[-1] + _BLOCK + sizes[-1] + -sizes[-1] % _BLOCK > len(data):
+        heads.pop()
+        sizes.pop()
+    if not heads:
+        return _Headers([], ([], [], []))
+    places = np.array(heads)
+    table = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), _BLOCK)[places]
+    kinds = table[:, 156]
+    is_time = kinds == ord("x")
+    checksum = table[:, 148:154] - np.uint8(ord("0"))
+    totals = table.sum(axis=1, dtype=np.int64) - table[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 0x20
+    plain = ((table[:, 124:135] - np.uint8(ord("0"))) < 8).all(axis=1) & ((table[:, 135] & 0xDF) == 0)
+    plain &= (checksum < 8).all(axis=1) & ((table[:, 154:156] & 0xDF) == 0).all(axis=1)
+    plain &= checksum @ _OCTAL_PLACES == totals
+    plain &= is_time | (kinds == ord("0")) | (kinds == 0) | (kinds == ord("7"))
+    plain &= (table[:, 345] == 0) | (table[:, 257:263] != _USTAR).any(axis=1)
+    for place in np.flatnonzero(is_time & plain).tolist():
+        content = heads[place] + _BLOCK
+        record = _TIME_RECORD.fullmatch(data, content, content + sizes[place])
+        plain[place] = record is not None and int(record[1]) == sizes[place]
+    plain[1:] &= ~(is_time[1:] & is_time[:-1])
+    count = len(heads) if bool(plain.all()) else int(np.argmin(plain))
+    count -= count > 0 and bool(is_time[count - 1])  # its member is not there
+    own = np.flatnonzero(~is_time[:count])
+    first = own - (is_time[own - 1] & (own > 0))
+    names = table[own, :100].copy().view("S100").ravel().tolist()
+    return _Headers(
+        [name.partition(b"\0")[0] for name in names],
+        (places[first].tolist(), places[own].tolist(), np.array(sizes)[own].tolist()),
+    )
+
+
 class _Reader:
     def __init__(self, stream: BinaryIO | Stream, where: str, *, one_name: bool) -> None:
         self._stream, self._where, self._one_name = stream, where, one_name
         self._at = 0
+        self._buffer, self._next = b"", 0  # bytes that were read ahead, and the place of the next one
+        self._most, self._skip = (
+            _FEW_HEADERS,
+            0,
+        )  # headers that are parsed at once, or one by one, from now on
         # values from extension headers for the next member
         self._long_name: str | None = None
         self._large_size: int | None = None
@@ -200,6 +274,9 @@ class _Reader:
     def members(self) -> Iterator[Member]:
         start = 0
         while True:
+            if not self._is_extended:
+                yield from self._plain_members()
+                start = self._at
             header = self._read(_BLOCK, "a header")
             if not any(header):
                 if self._is_extended:
@@ -226,6 +303,26 @@ class _Reader:
             data = self._data(size, f"member {name!r}")
             yield Member(name, data, start, offset, self._at)
             start = self._at
+
+    def _plain_members(self) -> Iterator[Member]:
+        """Yield the members at hand, up to the first without a plain header; headers are parsed at once."""
+        if self._skip:
+            self._skip -= 1
+            return
+        if self._next == len(self._buffer):
+            self._buffer, self._next = self._stream.read(_BUFFER_BYTES), 0
+        data, origin = self._buffer, self._at - self._next  # place of the buffer in the tar
+        heads = plain_headers(data, self._next, self._most)
+        # runs of few plain headers would cost more than they save
+        count = len(heads.names)
+        self._skip = 0 if count or self._most > _FEW_HEADERS else _FEW_HEADERS
+        self._most = 2 * count + _FEW_HEADERS
+        are_plain = _PLAIN_NAMES.fullmatch(b"\n".join(heads.names)) is not None
+        for name, start, head, size in zip(heads.names, *heads.places, strict=True):
+            text = name.decode() if are_plain else self._checked_name(self._text(name))
+            content, end = head + _BLOCK, head + _BLOCK + size + -size % _BLOCK
+            self._next, self._at = end, origin + end
+            yield Member(text, data[content : content + size], origin + start, origin + content, origin + end)
 
     def _header(self, header: bytes) -> tuple[bytes, str, int]:
         """Return (kind, name, size)."""
@@ -344,12 +441,22 @@ class _Reader:
         self._read(-size % _BLOCK, what)
         return data
 
+    def _read_some(self, size: int) -> bytes:
+        """Return at most `size` bytes, first those that were read ahead; none at the end of the file."""
+        if self._next == len(self._buffer):
+            if size > _BUFFER_BYTES:
+                # in pieces, so that a header that claims gigabytes does not allocate them before they are read
+                return self._stream.read(min(size, _PIECE_BYTES))
+            self._buffer, self._next = self._stream.read(_BUFFER_BYTES), 0
+        data = self._buffer[self._next : self._next + size]
+        self._next += len(data)
+        return data
+
     def _read(self, size: int, what: str) -> bytes:
         pieces: list[bytes] = []
         missing = size
         while missing:
-            # in pieces, so that a header that claims gigabytes does not allocate them before they are read
-            piece = self._stream.read(min(missing, _PIECE_BYTES))
+            piece = self._read_some(missing)
             if not piece:
                 self._refuse(
                     f"the tar ends inside {what} ({size - missing} of {size} bytes); it is cut short, fetch it again"
@@ -360,7 +467,9 @@ class _Reader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _check_end(self) -> None:
-        tail = self._stream.read(_BLOCK)
+        tail = self._read_some(_BLOCK)
+        while len(tail) < _BLOCK and (more := self._read_some(_BLOCK - len(tail))):
+            tail += more
         if len(tail) != _BLOCK:
             self._refuse("the tar ends with one zero block instead of two; it is cut short, fetch it again")
         while tail:
@@ -368,4 +477,4 @@ class _Reader:
                 self._refuse(
                     "data follows the end of the tar (several tars in one file?); it would be lost, so it is refused"
                 )
-            tail = self._stream.read(1 << 20)
+            tail = self._read_some(_BUFFER_BYTES)
