@@ -6,10 +6,13 @@ import io
 import itertools
 import json
 import tarfile
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import boto3
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +22,9 @@ import shardkit
 from shardkit.errors import ShardkitError, UsageError
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.build_run import build
-from shardkit_tools.importers import ImportOptions
+from shardkit_tools.importers import ImportOptions, open_source
+
+BUCKETS = ("odd-names",)
 
 Rows = list[dict[str, Any]]
 Way = Callable[..., tuple[Rows, str]]
@@ -196,3 +201,54 @@ def test_appended_rows_need_the_other_fields(tmp_path: Path) -> None:
     build(tmp_path / "whole", tmp_path / "root", jobs=1)
     with pytest.raises(UsageError, match=r"the new rows have no y \(int64\)"):
         build(tmp_path / "part", tmp_path / "root", jobs=1, append=True)
+
+
+# ---- Names in buckets
+
+
+Put = Callable[[str, bytes], None]
+
+
+@pytest.fixture(params=["s3", "memory", "local"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, Put]]:
+    """Yield a URL or folder, and a function that puts an object there by its name."""
+    folder = uuid.uuid4().hex
+    if request.param == "s3":
+        endpoint = request.getfixturevalue("proxy").endpoint
+        s3 = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+        yield (
+            f"s3://{BUCKETS[0]}/{folder}",
+            lambda name, data: s3.put_object(Bucket=BUCKETS[0], Key=f"{folder}/{name}", Body=data),
+        )
+        s3.close()
+        return
+    url = f"memory://{folder}" if request.param == "memory" else str(tmp_path)
+    system, root = fsspec.core.url_to_fs(url)
+
+    def put(name: str, data: bytes) -> None:
+        system.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        system.pipe_file(f"{root}/{name}", data)
+
+    yield url, put
+
+
+@pytest.mark.parametrize(
+    "name", ["a[1].jsonl", "a*.jsonl", "a?.jsonl", "v[1]/a.jsonl", "v[12]/w?/a[b].jsonl"]
+)
+def test_an_object_whose_name_holds_wildcards_goes_before_the_glob(store: tuple[str, Put], name: str) -> None:
+    others = ["a1.jsonl", "ab.jsonl", "v1/a.jsonl", "v1/wx/ab.jsonl"]
+    url, put = store
+    for number, one in enumerate([name, *others]):
+        put(one, b'{"n": %d}\n' % number)
+
+    def numbers(source: str) -> list[object]:
+        importer = open_source(source)
+        return [row.sample["n"] for task in importer.tasks() for row in importer.read(task)]  # type: ignore[union-attr]
+
+    assert numbers(f"{url}/{name}") == [0]
+    if "/" in name:
+        folder = name.rpartition("/")[0]
+        assert numbers(f"{url}/{folder}") == [0]
+        assert url.startswith("memory") or numbers(f"{url}/{folder}/*.jsonl") == [0]
+    assert numbers(f"{url}/a[1b].jsonl") == [1, 2]
+    assert sorted(map(str, numbers(f"{url}/**/*.jsonl")))[:5] == ["0", "1", "2", "3", "4"]

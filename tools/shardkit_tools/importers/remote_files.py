@@ -58,12 +58,13 @@ def list_url(url: str, left_out: dict[str, str], *, skip: bool) -> tuple[list[So
         return _list_bucket(url, left_out, skip=skip)
     system, root = _system(url)
     try:
-        if wildcard := _WILDCARD.search(root):
+        wildcard = _WILDCARD.search(root)
+        if system.isfile(root):  # its name may hold wildcards
+            return [_file(system, root, root.rpartition("/")[0], system.info(root))], True
+        if wildcard and not system.isdir(root):
             listed = system.glob(root, detail=True)
             found = {path: info for path, info in listed.items() if info["type"] == "file"}
             root = root[: wildcard.start()].rpartition("/")[0]
-        elif system.isfile(root):
-            return [_file(system, root, root.rpartition("/")[0], system.info(root))], True
         else:
             found = system.find(root, detail=True)
     except Exception as error:  # every protocol has its own exceptions
@@ -253,19 +254,21 @@ def _store_for(address: Address, settings: int) -> ForeignStore:
 
 
 def _list_bucket(url: str, left_out: dict[str, str], *, skip: bool) -> tuple[list[SourceFile], bool]:
-    """Do `list_url` for an object store; in a glob, ``*`` and ``?`` stop at a slash and ``**`` does not."""
+    """Do `list_url` for an object store; in a glob, ``*`` and ``?`` stop at a slash and ``**`` does not.
+
+    Names of objects and folders that hold wildcards go before globs.
+    """
     scheme, _, rest = url.partition("://")
     name, _, key = rest.partition("/")
     key = key.rstrip("/")
     bucket = foreign_store(parse_address(f"{scheme}://{name}"))
-    glob = _WILDCARD.search(key)
     try:
-        found = None if glob or not key or url.endswith("/") else bucket.head(key)
+        found = None if not key or url.endswith("/") else bucket.head(key)
         if found is not None:
             return [_object(bucket, key, key.rpartition("/")[0], found)], True
-        folder = key[: glob.start()].rpartition("/")[0] if glob else key
+        folder = _literal_folder(bucket, key)
         prefix = f"{folder}/" if folder else ""
-        wanted = _pattern(url, key) if glob else None
+        wanted = _pattern(url, prefix, key) if folder != key else None
         listed = dict(bucket.list_keys(prefix))
         if wanted is None:
             refuse_table((name.removeprefix(prefix) for name in listed), url)
@@ -326,10 +329,21 @@ def _is_sample(name: str, left_out: dict[str, str]) -> bool:
     return True
 
 
-def _pattern(url: str, key: str) -> re.Pattern[str]:
+def _literal_folder(bucket: ForeignStore, key: str) -> str:
+    """Return the leading folders of a key or glob: a folder may be called ``v[1]``."""
+    parts = key.split("/")
+    for number, part in enumerate(parts):
+        folder = "/".join(parts[: number + 1])
+        is_glob = _WILDCARD.search(part) and ("*" in part or not any(bucket.list_keys(f"{folder}/")))
+        if is_glob:
+            return "/".join(parts[:number])
+    return key
+
+
+def _pattern(url: str, prefix: str, key: str) -> re.Pattern[str]:
     from fsspec.utils import glob_translate
 
     try:
-        return re.compile(glob_translate(key))
+        return re.compile(re.escape(prefix) + glob_translate(key.removeprefix(prefix)))
     except ValueError as error:
         raise UsageError(f"{url}: {error}") from None
