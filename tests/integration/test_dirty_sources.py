@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 import shardkit
 from shardkit.errors import ShardkitError, UsageError
@@ -252,3 +253,40 @@ def test_an_object_whose_name_holds_wildcards_goes_before_the_glob(store: tuple[
         assert url.startswith("memory") or numbers(f"{url}/{folder}/*.jsonl") == [0]
     assert numbers(f"{url}/a[1b].jsonl") == [1, 2]
     assert sorted(map(str, numbers(f"{url}/**/*.jsonl")))[:5] == ["0", "1", "2", "3", "4"]
+
+
+# ---- Files that are not what they seem
+
+
+@WAYS
+def test_an_mds_index_without_shards_is_no_sample(way: Way, tmp_path: Path) -> None:
+    source = tmp_path / "mds"
+    source.mkdir()
+    (source / "index.json").write_text('{"version": 2, "shards": []}')
+    for given in (source, source / "index.json"):
+        with pytest.raises(ShardkitError, match=r"index\.json: the index lists no shards"):
+            way(given, tmp_path / "root")
+
+
+@WAYS
+def test_webp_cut_anywhere_is_found(way: Way, tmp_path: Path) -> None:
+    source, image = tmp_path / "pictures", io.BytesIO()
+    source.mkdir()
+    Image.effect_noise((40, 40), 90).convert("RGB").save(image, "webp")
+    whole = image.getvalue()
+    (source / "whole.webp").write_bytes(whole)
+    for cut in (12, 13, 30, len(whole) // 2, len(whole) - 1):
+        (source / f"{cut}.webp").write_bytes(whole[:cut])
+    (source / "sound.webp").write_bytes(b"RIFF\4\0\0\0WAVE")
+    with pytest.raises(ShardkitError, match=r"6 samples cannot be read"):
+        way(source, tmp_path / "strict")
+    rows, said = way(source, tmp_path / "root", skip=True)
+    assert rows == [{"image": whole}]
+    assert said.count("fetch it again") == 6
+
+
+def test_keys_of_a_table_that_an_adoption_does_not_use_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"__key__": ["a", "b"], "x": [1, 2]}), tmp_path / "t.parquet")
+    rows, said = adopted(tmp_path / "t.parquet", tmp_path / "root")
+    assert rows == [{"x": 1}, {"x": 2}]
+    assert "the column __key__ is not used" in said

@@ -356,19 +356,19 @@ def test_an_added_version_of_other_rows_is_refused(root: str, tmp_path: Path) ->
         (["--apply", "json:dumps", "--on", "label"], "--on: expected only with --from"),
         (
             ["--apply", "json:dumps", "--schema", "a=int32"],
-            "--schema, --columns, --drop or --rename: expected only with",
+            "--schema, --columns, --drop, --rename, --encoding or --quote: expected only with",
         ),
         (
             ["--apply", "json:dumps", "--columns", "a"],
-            "--schema, --columns, --drop or --rename: expected only with",
+            "--schema, --columns, --drop, --rename, --encoding or --quote: expected only with",
         ),
         (
             ["--apply", "json:dumps", "--rename", "a=b"],
-            "--schema, --columns, --drop or --rename: expected only with",
+            "--schema, --columns, --drop, --rename, --encoding or --quote: expected only with",
         ),
         (
             ["--apply", "json:dumps", "--drop", "a"],
-            "--schema, --columns, --drop or --rename: expected only with",
+            "--schema, --columns, --drop, --rename, --encoding or --quote: expected only with",
         ),
         (["--apply", "json:dumps", "--scratch", "/"], "--scratch: expected only with --from"),
         (["--output-schema", "a=int32"], "--output-schema: expected only with --apply"),

@@ -28,6 +28,7 @@ from shardkit.stores.waiting import FIRST_CONTACT
 from shardkit_tools import console
 from shardkit_tools.console import clean
 from shardkit_tools.help_pages import FIRST_CONTACT_S, CommandPage, GroupPage
+from shardkit_tools.options import advice_for
 
 COMMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Make a dataset", ("build", "adopt")),
@@ -46,6 +47,9 @@ A module holds a function of the same name or, if it has subcommands, a typer ap
 
 CHECKS = ("verify", "scrub", "repair", "audit")
 """Commands that check data. If they cannot reach the data, the result is "could not check", not a failure."""
+
+READERS = ("adopt", "extend")
+"""Commands that read sources as `build` does, with fewer options."""
 
 _INTRODUCTION = """Sharded, checksummed training data, from source files to optimizer step.
 
@@ -156,8 +160,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt as interrupt:
         _fail("interrupted", exit_code(interrupt))
     except ShardkitError as error:
-        code = exit_code(error, checking=command in CHECKS)
-        _fail(f"could not check: {error}" if code == ExitCode.UNCHECKED else f"{error}", code)
+        code, text = exit_code(error, checking=command in CHECKS), str(error)
+        if command in READERS:
+            program: Any = typer.main.get_command(make_app(command))
+            text = advice_for(program.commands[command], text)
+        _fail(f"could not check: {text}" if code == ExitCode.UNCHECKED else text, code)
     except MemoryError as error:
         _fail(
             "memory ran out; use fewer --jobs or a smaller --memory where the command has them, or raise the limit "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,25 @@ def option(shown: str, text: str, panel: str | None = None, **more: Any) -> Any:
 def argument(shown: str, text: str, **more: Any) -> Any:
     """Return an argument for `Annotated`, such as ``argument("ROOT[@REF]", "…")``."""
     return typer.Argument(metavar=shown, help=text, **more)
+
+
+_ADVICE = re.compile(r"(?:shardkit|tar)\b[^;:,()]*|(?<![\w-])--[a-z][a-z-]+")
+
+
+def advice_for(command: Any, text: str) -> str:
+    """Return a message of an importer in which options that a command lacks are those of `shardkit build`.
+
+    Args:
+        command: the click command that prints the message.
+        text: the message.
+    """
+    own = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    return _ADVICE.sub(
+        lambda found: (
+            f"shardkit build {found[0]}" if found[0][0] == "-" and found[0] not in own else found[0]
+        ),
+        text,
+    )
 
 
 _SHARDS, _VERSION, _COPIES, _RUNNING = (
@@ -63,6 +83,7 @@ ReplaceOption = Annotated[
 SCHEMA = option("--schema FIELD=TYPE", "FIELD=TYPE instead of the inferred type; may be repeated.", "Source")
 DTYPE = option("--dtype TYPE", "Type of the tokens in .bin files, such as uint16.", "Source")
 ROW = option("--row N", "Tokens of a row in .bin files, such as 2048.", "Source")
+ENCODING = option("--encoding NAME", "Of CSV that is not UTF-8, such as latin-1 or cp1252.", "Source")
 QUOTE = option(
     "--quote CHARACTER|none", "Of CSV and TSV: what encloses cells; none: quotes are characters.", "Source"
 )

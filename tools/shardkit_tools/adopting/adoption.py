@@ -464,5 +464,5 @@ def broken_promises(
         "keys": source.key_note,
         "custody": "the files still belong to their owner, who may change, move or delete them: every read of a "
         "changed block is an error that names the file, and a change cannot be repaired from the root",
-        "erasure": "remove takes samples out of versions; --erase cannot take their bytes out of the files",
+        "erasure": "shardkit remove --erase cannot take the bytes of removed samples out of the files",
     }

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
+from shardkit.formats.schema import KEY_FIELD
 from shardkit_tools.adopting.archives import Archives
 from shardkit_tools.adopting.arrays import Arrays
 from shardkit_tools.adopting.arrow_files import ArrowFiles
@@ -27,7 +28,7 @@ from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
 from shardkit_tools.importers.source_files import file_suffix
 from shardkit_tools.importers.source_kinds import check_kind, detect, open_listed, stray_notes, without_strays
-from shardkit_tools.importers.tables import ArrowImporter, ParquetImporter, SavedDataset
+from shardkit_tools.importers.tables import ArrowImporter, ParquetImporter, SavedDataset, TableImporter
 from shardkit_tools.importers.token_documents import TokenDocuments
 from shardkit_tools.importers.tokens import TokensImporter
 from shardkit_tools.importers.webdataset import WebDatasetImporter
@@ -148,4 +149,8 @@ def open_files(source: Source, kind: str | None, options: ImportOptions) -> Adop
     importer = open_listed(source, kind, replace(options, arrays="rows", keys="source"))
     if kind not in ("folder", "text"):
         source.notes.extend(split_notes(file.name for file in importer.source.files))
+    if isinstance(importer, TableImporter) and importer.has_keys:
+        source.notes.append(
+            f"the column {KEY_FIELD} is not used, because keys of adopted rows are numbers; a build takes it as keys"
+        )
     return _ADOPTED[type(importer)](importer)

@@ -97,7 +97,8 @@ def extend(
     if (from_ is None) == (apply is None):
         raise UsageError("extend takes either a table (--from) or a function (--apply)")
     _check_options(
-        {"--on": on != KEY, "--schema, --columns, --drop or --rename": options not in (None, ImportOptions()),
+        {"--on": on != KEY,
+         "--schema, --columns, --drop, --rename, --encoding or --quote": options not in (None, ImportOptions()),
          "--scratch": scratch is not None}
         if apply is not None else {"--output-schema": bool(output_schema)},
         other="--from" if apply is not None else "--apply",
@@ -160,14 +161,15 @@ class AppliedFields:
 
     def __init__(self, dataset: Dataset, function: AppliedFunction, given: Mapping[str, str]) -> None:
         self._dataset, self.function = dataset, function
-        first = islice(((str(n), self._one(sample, n)) for n, sample in enumerate(dataset)), _FIRST_SAMPLES)
+        named = ((f"sample {dataset.key(n)!r}", sample) for n, sample in enumerate(dataset))
+        first = islice(((where, self._one(sample, where)) for where, sample in named), _FIRST_SAMPLES)
         self.schema = types_of(first, _NO_FIELD, given)
 
-    def _one(self, sample: Mapping[str, object], where: object) -> Mapping[str, object]:
-        made = list(self.function(sample, f"sample {where}"))
+    def _one(self, sample: Mapping[str, object], where: str) -> Mapping[str, object]:
+        made = list(self.function(sample, where))
         if len(made) != 1:
             raise SampleError(
-                f"sample {where}: {self.function.name} returned {len(made)} samples; expected a dict of new fields"
+                f"{where}: {self.function.name} returned {len(made)} samples; expected a dict of new fields"
             )
         return made[0]
 
@@ -177,8 +179,8 @@ class AppliedFields:
         start = int(index.block_start[block])
         encoded = []
         for row in rows.tolist():
-            where = repr(index.original_key(start + row))
-            encoded.append(self.schema.encode(self._one(found.sample(row), where), where=f"sample {where}"))
+            where = f"sample {index.original_key(start + row)!r}"
+            encoded.append(self.schema.encode(self._one(found.sample(row), where), where=where))
         return sample_batch(self.schema, encoded)
 
 
@@ -265,11 +267,10 @@ class JoinedTable:
             return hash_payloads([str(text).encode("utf-8", "surrogatepass") for text in texts])
         column = found.batch[self._column]
         if column.null_count:
-            row = int(
-                found.origin.source_row[int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))]
-            )
+            place = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+            row = f"{found.origin.source_names[place]} row {found.origin.source_row[place]}"
             raise SourceError(
-                f"{self._source} row {row}: {self._column} has no value, and joins the rows; leave it out"
+                f"{self._source}: {row}: {self._column} has no value, and joins the rows; leave it out"
             )
         try:
             same = column.cast(arrow_type(self._kind))

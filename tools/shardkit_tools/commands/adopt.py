@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+import typer
 
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
@@ -19,6 +22,7 @@ from shardkit_tools.versions import moved_document, moved_facts
 
 
 def adopt(
+    context: typer.Context,
     source: Annotated[
         list[str],
         argument(
@@ -94,6 +98,8 @@ def adopt(
     begin_copies(root, location, {"copies": copies, "parity": parity, "mode": mode}, dry_run=dry_run)
     with console.long_work() as status:
         result = adopt_files(**settings, progress=lambda now: status.show(progress_text(now, "adopting")))
+    notes = tuple(options.advice_for(context.command, note) for note in result.notes)
+    result = dataclasses.replace(result, notes=notes)
     lag = None if dry_run else finish_copies(root)
     if as_json:
         console.print_json(_document(result, root, ref) | ({} if lag is None else {"lag_bytes": lag}))

@@ -50,9 +50,7 @@ def build(
             "Several .npy files are parts of one array, a sample each, or a field each.",
         ),
     ] = "",
-    encoding: Annotated[
-        str, _SOURCE("--encoding NAME", "Of CSV that is not UTF-8, such as latin-1 or cp1252.")
-    ] = "",
+    encoding: Annotated[str, options.ENCODING] = "",
     quote: Annotated[str, options.QUOTE] = "",
     keys: Annotated[
         str,

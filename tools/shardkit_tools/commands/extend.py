@@ -44,6 +44,8 @@ def extend(
     rename: Annotated[
         list[str] | None, option("--rename OLD=NEW", "Give a column another name; may be repeated.")
     ] = None,
+    encoding: Annotated[str, options.ENCODING] = "",
+    quote: Annotated[str, options.QUOTE] = "",
     ref: Annotated[
         str | None, option("--ref NAME", "The ref that the new version gets; default: the one named.")
     ] = None,
@@ -72,6 +74,8 @@ def extend(
             columns=tuple(filter(None, split_names(columns))) if columns else (),
             drop=tuple(drop or ()),
             rename=parse_pairs(rename or (), "--rename", "OLD=NEW"),
+            encoding=encoding,
+            quote=quote,
         ),
         output_schema=parse_field_types(output_schema or (), "--output-schema"),
         ref=ref,

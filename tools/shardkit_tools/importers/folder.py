@@ -51,9 +51,9 @@ from shardkit_tools.importers.source_kinds import (
 )
 
 _MAX_TEXT_BYTES = 1 << 30
-# JPEG, PNG, GIF, WebP, BMP, TIFF, BigTIFF, PNM; bare JPEG XL and 2000
+# JPEG, PNG, GIF, BMP, TIFF, BigTIFF, PNM; bare JPEG XL and 2000
 _IMAGE_SIGNATURES = (
-    *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
+    *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
     *(b"P1", b"P2", b"P3", b"P4", b"P5", b"P6", b"P7", b"\xff\x0a", b"\xff\x4f\xff\x51"),
 )
 _IMAGE_BOXES = (b"ftyp", b"jP  ", b"JXL ")  # AVIF, HEIC, JPEG 2000 and JPEG XL begin with the size of a box
@@ -107,9 +107,14 @@ class FolderImporter(FileImporter):
         seen(own, data)
         if not data:
             raise SourceError(f"{own.path}: an empty file; fetch it again, or remove it")
-        if self.media == "image" and not (data.startswith(_IMAGE_SIGNATURES) or data[4:8] in _IMAGE_BOXES):
+        if self.media == "image" and not _is_image(data):
             raise SourceError(
                 f"{own.path}: not an image (it starts with {data[:8].hex(' ')}); fetch it again, or remove it"
+            )
+        stated = int.from_bytes(data[4:8], "little") + 8  # size of a WebP picture
+        if data[8:12] == b"WEBP" and len(data) < stated and self.options.check != "none":
+            raise SourceError(
+                f"{own.path}: {len(data)} of {stated} bytes of a picture; fetch it again, or remove it"
             )
         if self.media == "image" and self._is_decoded(data):
             try:
@@ -146,6 +151,10 @@ class FolderImporter(FileImporter):
 
     def _settings(self) -> dict[str, object]:
         return {**self.layout.describe(), **({} if self.metadata is None else {"metadata": True})}
+
+
+def _is_image(data: bytes) -> bool:
+    return data.startswith(_IMAGE_SIGNATURES) or data[4:8] in _IMAGE_BOXES or data[8:12] == b"WEBP"
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -9,8 +10,15 @@ from collections import Counter
 from dataclasses import replace
 
 from shardkit.errors import NotFoundError, SourceError, UsageError
-from shardkit_tools.importers.protocol import FileImporter, Importer, ImportOptions, Source
-from shardkit_tools.importers.source_files import file_stem, file_suffix, list_source, name_files
+from shardkit.formats.strict_json import parse_json
+from shardkit_tools.importers.protocol import FileImporter, Importer, ImportOptions, Source, SourceFile
+from shardkit_tools.importers.source_files import (
+    file_stem,
+    file_suffix,
+    list_source,
+    name_files,
+    read_file,
+)
 
 IMPORTERS = {
     "folder": ("shardkit_tools.importers.folder", "open_folder"),
@@ -57,6 +65,7 @@ _TEXTS = frozenset((
 _UNREAD = re.compile(
     "(?:tfrecords?|h5|hdf5|zip|7z|rar|lz4|tbz2?|lmdb|mdb|pt|pth|pkl|pickle|beton|zarr|orc|avro|xlsx?|sqlite|db)(?![a-z0-9])"
 )
+_MAX_INDEX_BYTES = 64 << 20  # of an MDS folder without its shards
 _CHUNK = re.compile(r"(?:^|/)chunk-\d+-\d+(?:\.\w+)?\.bin$")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NESTED = ("parquet", "arrow", "jsonl", "huggingface")
@@ -200,7 +209,7 @@ def detect(source: Source) -> str:
     others = [file for suffix, file in suffixes.items() if suffix not in _RECORDS]
     # next to other files they are sidecars; alone they hold an array, or lines
     if suffixes.keys() == {"json"}:
-        return "jsonl"
+        return "mds" if any(map(_is_mds_index, source.files)) else "jsonl"
     if len(records) == 1 and not others:
         return next(iter(records))
     if records:
@@ -236,6 +245,16 @@ def _index_of(source: Source) -> str | None:
         return "huggingface"
     bases = {name.rpartition("/")[2] for name in names}
     return "mds" if "index.json" in bases and any(".mds" in base for base in bases) else None
+
+
+def _is_mds_index(file: SourceFile) -> bool:
+    """Return True for the index of an MDS folder whose shards are not there."""
+    if file.name.rpartition("/")[2] != "index.json" or file.size > _MAX_INDEX_BYTES:
+        return False
+    with contextlib.suppress(SourceError):  # reported when it is read
+        index = parse_json(read_file(file), file.path)
+        return isinstance(index, dict) and {"version", "shards"} <= index.keys()
+    return False
 
 
 def media_of(suffix: str) -> str | None:

@@ -56,6 +56,7 @@ class TableImporter(FileImporter):
     """Base class of importers of tables."""
 
     partitions: Mapping[str, Mapping[str, Any]]  # file → hive partition column → pyarrow scalar
+    has_keys: bool  # a file has a column of keys
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
         """Yield the record batches of the file, converted to the types of the schema."""
@@ -154,6 +155,7 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
         labels=classes,
         cut=_make_tasks(source.files, groups),
         partitions=partitions,
+        has_keys=KEY_FIELD in names,
         wanted=wanted if len(wanted) < len(names) else None,
         rows=tuple(footer.num_rows for _, footer in footers),
     )
@@ -347,6 +349,7 @@ def _open_tables(
         labels=classes,
         cut=_make_tasks(source.files, pieces),
         partitions=partitions,
+        has_keys=any(KEY_FIELD in one.names for one in schemas),
     )
 
 
