@@ -6,7 +6,6 @@ Any software that reads these formats can verify the envelopes. Only signing and
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 from importlib import metadata
@@ -17,7 +16,7 @@ import msgspec
 
 import shardkit
 from shardkit.audit.result import Audit
-from shardkit.documents import encode, parse_digest
+from shardkit.documents import decoder_of, encode, parse_digest
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, MissingDependency, NotFoundError
 from shardkit.extras import install_command
 from shardkit.ledger.events import Head, Hex, convert
@@ -41,6 +40,18 @@ class _Subject(msgspec.Struct):
 class _Predicate(msgspec.Struct):
     verdict: str
     head: Head
+
+
+class _Signature(msgspec.Struct):
+    sig: bytes
+
+
+class _Envelope(msgspec.Struct):
+    """A DSSE envelope; msgspec decodes base64 to bytes."""
+
+    payload: bytes
+    kind: str = msgspec.field(name="payloadType")
+    signatures: list[_Signature]
 
 
 class _Statement(msgspec.Struct):
@@ -153,13 +164,11 @@ def verify_envelope(data: bytes, key: Path) -> dict[str, Any]:
     """
     public: Ed25519PublicKey = _key(key, private=False)
     try:
-        envelope = json.loads(data)
-        payload = base64.b64decode(envelope["payload"], validate=True)
-        kind = str(envelope["payloadType"])
-        signatures = [base64.b64decode(one["sig"], validate=True) for one in envelope["signatures"]]
-    except (ValueError, KeyError, RecursionError, TypeError, binascii.Error) as error:
-        raise FormatError(f"signed statement: no DSSE envelope: {error!r}") from error
-    if not any(_is_signed(public, signature, _encode(kind, payload)) for signature in signatures):
+        envelope: _Envelope = decoder_of(_Envelope).decode(data)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise FormatError(f"signed statement: no DSSE envelope: {error}") from None
+    payload, kind = envelope.payload, envelope.kind
+    if not any(_is_signed(public, one.sig, _encode(kind, payload)) for one in envelope.signatures):
         raise IntegrityError(
             f"signed statement: no signature in it is by the key {key}: it was changed, or is of another"
         )

@@ -44,8 +44,9 @@ def read_values(path: Path, *, may_be_empty: bool = False, quoted: bool = False)
                 raise SourceError(f"{path}: expected a regular file of at most {MAX_BYTES >> 20} MiB")
             text = file.read(MAX_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise SourceError(
-            f"{path}: cannot be read ({error}); give a UTF-8 text file, one value a line"
+            f"{path}: cannot be read ({reason}); give a UTF-8 text file, one value a line"
         ) from error
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     values = []
