@@ -83,6 +83,20 @@ class FaultProxy:
             wbufsize = -1
             disable_nagle_algorithm = True
 
+            def setup(self) -> None:
+                super().setup()
+                self.upstream = http.client.HTTPConnection(*proxy._upstream, timeout=60)
+
+            def finish(self) -> None:
+                super().finish()
+                self.upstream.close()
+
+            def handle_expect_100(self) -> bool:
+                """Ask for the body at once: boto3 waits a second for it."""
+                asked = super().handle_expect_100()
+                self.wfile.flush()
+                return asked
+
             def handle_one_request(self) -> None:
                 with contextlib.suppress(ConnectionError, TimeoutError):
                     super().handle_one_request()
@@ -94,7 +108,7 @@ class FaultProxy:
 
             def __getattr__(self, name: str) -> Callable[[], None]:
                 if name.startswith("do_"):
-                    return lambda: proxy._handle(self)
+                    return lambda: proxy._handle(self, self.upstream)
                 raise AttributeError(name)
 
         class Server(http.server.ThreadingHTTPServer):
@@ -120,7 +134,9 @@ class FaultProxy:
         self._server.server_close()
         self._thread.join(10)
 
-    def _handle(self, handler: http.server.BaseHTTPRequestHandler) -> None:
+    def _handle(
+        self, handler: http.server.BaseHTTPRequestHandler, upstream: http.client.HTTPConnection
+    ) -> None:
         with self._lock:
             number, self._number = self._number, self._number + 1
         headers = {name.lower(): value for name, value in handler.headers.items()}
@@ -130,29 +146,34 @@ class FaultProxy:
         with self._lock:
             self.counts[fault.kind if fault else "passed"] += 1
         if fault is None:
-            self._answer(handler, *self._forward(request, body))
+            self._answer(handler, *_forward(upstream, request, body))
         else:
-            self._spoil(handler, request, body, fault)
+            self._spoil(handler, upstream, request, body, fault)
 
     def _spoil(
-        self, handler: http.server.BaseHTTPRequestHandler, request: Request, body: bytes, fault: Fault
+        self,
+        handler: http.server.BaseHTTPRequestHandler,
+        upstream: http.client.HTTPConnection,
+        request: Request,
+        body: bytes,
+        fault: Fault,
     ) -> None:
         if fault.kind == "delay":
             self._closing.wait(fault.seconds)
-            self._answer(handler, *self._forward(request, body))
+            self._answer(handler, *_forward(upstream, request, body))
         elif fault.kind == "stall":
             self._closing.wait(fault.seconds)
             _reset(handler)
         elif fault.kind == "reset":
             _reset(handler)
         elif fault.kind == "lost":
-            self._forward(request, body)
+            _forward(upstream, request, body)
             _reset(handler)
         elif fault.kind == "status":
             told = f"<Error><Code>{fault.code}</Code></Error>".encode()
             self._answer(handler, fault.status, {"Content-Length": str(len(told))}, told)
         else:
-            status, headers, data = self._forward(request, body)
+            status, headers, data = _forward(upstream, request, body)
             if fault.kind == "truncate" and data:
                 self._answer(handler, status, headers, data[: len(data) // 2])
                 _reset(handler)
@@ -162,29 +183,6 @@ class FaultProxy:
                 spoiled[request.number % len(spoiled)] ^= 1 << request.number % 8
                 data = bytes(spoiled)
             self._answer(handler, status, headers, data)
-
-    def _forward(self, request: Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(*self._upstream, timeout=60)
-        try:
-            connection.putrequest(request.method, request.path, skip_host=True, skip_accept_encoding=True)
-            for name, value in request.headers.items():
-                if name not in ("connection", "expect"):
-                    connection.putheader(name, value)
-            connection.putheader("connection", "close")
-            connection.endheaders(body or None)
-            answer = connection.getresponse()
-            headers = {name: value for name, value in answer.getheaders()
-                       if name.lower() not in ("connection", "transfer-encoding", "date", "server")}  # fmt: skip
-            data = answer.read()
-            if request.method != "HEAD":
-                headers = {n: v for n, v in headers.items() if n.lower() != "content-length"}
-                headers["Content-Length"] = str(len(data))
-            return answer.status, headers, data
-        except OSError:
-            told = b"<Error><Code>ServiceUnavailable</Code></Error>"
-            return 502, {"Content-Length": str(len(told))}, told
-        finally:
-            connection.close()
 
     def _answer(
         self, handler: http.server.BaseHTTPRequestHandler, status: int, headers: dict[str, str], data: bytes
@@ -198,6 +196,29 @@ class FaultProxy:
             with self._lock:
                 self.body_bytes += len(data)
         handler.wfile.flush()
+
+
+def _forward(
+    upstream: http.client.HTTPConnection, request: Request, body: bytes
+) -> tuple[int, dict[str, str], bytes]:
+    try:
+        upstream.putrequest(request.method, request.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in request.headers.items():
+            if name not in ("connection", "expect"):
+                upstream.putheader(name, value)
+        upstream.endheaders(body or None)
+        answer = upstream.getresponse()
+        headers = {name: value for name, value in answer.getheaders()
+                   if name.lower() not in ("connection", "transfer-encoding", "date", "server")}  # fmt: skip
+        data = answer.read()
+        if request.method != "HEAD":
+            headers = {n: v for n, v in headers.items() if n.lower() != "content-length"}
+            headers["Content-Length"] = str(len(data))
+        return answer.status, headers, data
+    except OSError:
+        upstream.close()
+        told = b"<Error><Code>ServiceUnavailable</Code></Error>"
+        return 502, {"Content-Length": str(len(told))}, told
 
 
 def _reset(handler: http.server.BaseHTTPRequestHandler) -> None:
