@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.dataset.layout import LayoutSettings
@@ -75,6 +75,7 @@ def test_there_are_keys_of_both_kinds() -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
+@settings(max_examples=20, deadline=None)
 @given(value=OUTSIDE)
 def test_a_value_outside_is_one_message_of_key_value_and_range(key: str, value: object) -> None:
     message = refusal(key, toml(value))
