@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -79,3 +80,9 @@ def become_rank(arguments: list[str]) -> None:
     """In a forked process."""
     sys.argv[1:] = arguments
     main()
+
+
+def become_program(arguments: list[str]) -> None:
+    """``python PROGRAM …``, in a forked process."""
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")

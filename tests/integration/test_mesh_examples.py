@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -36,28 +34,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root)
 
 
-def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=4",
-        str(script),
-    ]
-    return subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
+def ranks_of(work: str, folder: Path, *arguments: str) -> tuple[list[int | None], str]:
+    """Exit codes of four ranks that do this, and all that they print."""
+    environment = {**os.environ, forked.OUTPUT: str(folder / "said")}
+    codes = forked.side_by_side(
+        4, getattr(import_module("mesh_ranks"), work), list(arguments), environment=environment
     )
+    return codes, "".join((folder / f"said.{kind}").read_text() for kind in ("out", "err"))
 
 
 def test_mesh_examples_equal_one_process(tmp_path: Path, data: str) -> None:
-    become_rank = import_module("mesh_ranks").become_rank
-    environment = {**os.environ, forked.OUTPUT: str(tmp_path / "said")}
-    codes = forked.side_by_side(
-        4, become_rank, [str(tmp_path / "result.json"), data], environment=environment
-    )
-    assert codes == [0] * 4, (tmp_path / "said.err").read_text()
+    codes, said = ranks_of("become_rank", tmp_path, str(tmp_path / "result.json"), data)
+    assert codes == [0] * 4, said
     found = json.loads((tmp_path / "result.json").read_text())
     assert set(found["errors"]) == {"tensor 2", "tensor 4", "pipeline 2", "hybrid 2"}
     assert max(found["errors"].values()) < 1e-6, found
@@ -65,7 +53,9 @@ def test_mesh_examples_equal_one_process(tmp_path: Path, data: str) -> None:
     assert found["moved"] > 0.05, "the parameters have moved"
 
 
-def test_a_mesh_example_runs_as_it_says(data: str) -> None:
-    done = torchrun(ROOT / "examples" / "device_mesh.py", "pipeline", data, "--steps", "3")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "trained 3 steps on 4 ranks" in done.stdout
+def test_a_mesh_example_runs_as_it_says(tmp_path: Path, data: str) -> None:
+    """Its ranks have the environment that torchrun gives them; its agent starts those of the trainer's tests."""
+    program = str(ROOT / "examples" / "device_mesh.py")
+    codes, said = ranks_of("become_program", tmp_path, program, "pipeline", data, "--steps", "3")
+    assert codes == [0] * 4, said
+    assert "trained 3 steps on 4 ranks" in said
