@@ -36,10 +36,12 @@ from tests.command_line import output_of
 from tests.servers.object_stores import Unavailable, moto, s3_environment
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
-TASK_BYTES = 2**20
+TASK_BYTES = 2**18
 PROGRAM = f"""
+from shardkit_tools.building import engines
 from shardkit_tools.importers import line_ranges
 from shardkit_tools.main import run
+engines.SMALL_BYTES = 0  # small sources are not given to workers
 line_ranges._RANGE_BYTES = {TASK_BYTES}
 run()
 """
@@ -67,23 +69,38 @@ def endpoint() -> Iterator[str]:
         pytest.skip(str(reason))
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same source, built into a folder without workers; not to be written to."""
+    folder = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NOTES", str(folder))
+        make_place(folder, patch)
+        build(folder, folder / "root")
+    return folder / "root"
+
+
 @pytest.fixture
 def place(tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An environment for workers; a folder with source/, notes/ and the applied function."""
     for name, value in s3_environment(endpoint).items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "functions_that_travel.py").write_text(FUNCTIONS)
     (tmp_path / "notes").mkdir()
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(line_ranges, "_RANGE_BYTES", TASK_BYTES)  # some ten tasks
-    (tmp_path / "source").mkdir()
+    make_place(tmp_path, monkeypatch)
+    return tmp_path
+
+
+def make_place(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "functions_that_travel.py").write_text(FUNCTIONS)
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, sys.path)]))
+    patch.syspath_prepend(str(folder))
+    patch.setattr(line_ranges, "_RANGE_BYTES", TASK_BYTES)  # some ten tasks
+    (folder / "source").mkdir()
     for number in range(4):
         rows = range(number * 1_000, (number + 1) * 1_000)
-        lines = [json.dumps({"x": x, "label": x % 3, "text": f"row {x} " * 300}) + "\n" for x in rows]
-        (tmp_path / "source" / f"{number}.jsonl").write_text("".join(lines))
-    return tmp_path
+        lines = [json.dumps({"x": x, "label": x % 3, "text": f"row {x} " * 75}) + "\n" for x in rows]
+        (folder / "source" / f"{number}.jsonl").write_text("".join(lines))
 
 
 def new_root() -> str:
@@ -131,7 +148,7 @@ def build(place: Path, root: str | Path, engine: Any = "local") -> Any:
         root,
         apply="functions_that_travel:doubled",
         stratify="label",
-        shard_size="2MiB",
+        shard_size="512KiB",
         engine=engine,
     )
 
@@ -144,20 +161,18 @@ def local_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def test_machines_without_a_common_folder_build_the_same(place: Path) -> None:
+def test_machines_without_a_common_folder_build_the_same(place: Path, plain: Path) -> None:
     root = new_root()
-    expected = build(place, place / "plain").manifest
     engine = Machines(place)
     done = build(place, root, engine)
-    assert done.manifest.id == expected.id
+    assert done.manifest.id == shardkit.open(plain).manifest.id
     assert len(engine.temporary) == 2
     assert {p.name for p in (place / "notes").iterdir()} >= {
         str(own).replace("/", "_") for own in engine.temporary
     }
     assert names(root, "scratch/") == set()
     assert names(root, "objects/") == {
-        f"objects/{path.relative_to(place / 'plain' / 'objects')}"
-        for path in (place / "plain" / "objects").rglob("*.*")
+        f"objects/{path.relative_to(plain / 'objects')}" for path in (plain / "objects").rglob("*.*")
     }
     assert [path for own in engine.temporary for path in local_files(own)] == []
     assert len(shardkit.open(root)) == 4_000
@@ -165,10 +180,9 @@ def test_machines_without_a_common_folder_build_the_same(place: Path) -> None:
 
 @pytest.mark.parametrize("is_written", [False, True], ids=["reading", "writing"])
 def test_another_machine_goes_on_with_a_build_that_was_killed(
-    place: Path, is_written: bool, monkeypatch: pytest.MonkeyPatch
+    place: Path, plain: Path, is_written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = new_root()
-    expected = build(place, place / "plain").manifest
     tasks = len(open_source(str(place / "source")).tasks())
     assert tasks > 6
     with pytest.raises(RunError, match="goes down"):
@@ -184,7 +198,7 @@ def test_another_machine_goes_on_with_a_build_that_was_killed(
     elsewhere.mkdir()
     monkeypatch.setenv("TMPDIR", str(elsewhere))
     done = build(place, root, Machines(place))
-    assert done.manifest.id == expected.id
+    assert done.manifest.id == shardkit.open(plain).manifest.id
     assert 3 <= done.reused_tasks <= tasks
     if is_written:
         assert done.reused_tasks == tasks
@@ -196,7 +210,9 @@ def test_a_build_that_nobody_goes_on_with_is_collected(place: Path) -> None:
     root = new_root()
     build(place, root)
     with pytest.raises(RunError):
-        shardkit_tools.build(place / "source", root, engine=Machines(place, stops_after=2), shard_size="1MiB")
+        shardkit_tools.build(
+            place / "source", root, engine=Machines(place, stops_after=2), shard_size="256KiB"
+        )
     store = open_store(root)
     (begun,) = (name for name in names(root, "scratch/") if name.endswith("/begun"))
     for arguments in ([], ["--delete"]):  # young: not even with --delete
@@ -210,9 +226,8 @@ def test_a_build_that_nobody_goes_on_with_is_collected(place: Path) -> None:
     assert len(shardkit.open(root)) == 4_000
 
 
-def test_damaged_and_foreign_records_are_no_finished_work(place: Path) -> None:
+def test_damaged_and_foreign_records_are_no_finished_work(place: Path, plain: Path) -> None:
     root = new_root()
-    expected = build(place, place / "plain").manifest
     with pytest.raises(RunError, match="goes down"):
         build(place, root, Machines(place, stops_after=3))
     store = open_store(root)
@@ -223,7 +238,7 @@ def test_damaged_and_foreign_records_are_no_finished_work(place: Path) -> None:
     part = max(name for name in names(root, "scratch/") if name.endswith(".part"))
     store.replace(part, store.get(part, max_bytes=2**30)[:-1])
     done = build(place, root, Machines(place))
-    assert done.manifest.id == expected.id
+    assert done.manifest.id == shardkit.open(plain).manifest.id
     assert len(records) - done.reused_tasks in (1, 2)  # the part may be one whose record was never put
     assert names(root, "scratch/") == set()
 
@@ -300,13 +315,11 @@ def test_an_error_without_finished_work_leaves_nothing(place: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_RAY, reason="ray is not installed: pip install ray")
-def test_two_ray_nodes_build_into_a_bucket_and_a_worker_is_killed(place: Path) -> None:
+def test_two_ray_nodes_build_into_a_bucket_and_a_worker_is_killed(place: Path, plain: Path) -> None:
     """Two nodes of a real cluster, one worker each, and a driver: three temporary directories."""
     from ray.cluster_utils import Cluster
 
-    root, expected = new_root(), build(place, place / "plain").manifest
-    for note in (place / "notes").iterdir():
-        note.unlink()
+    root = new_root()
     (place / "notes" / "kill").touch()
     machines = [place / f"node-{number}" for number in range(2)]
     cluster = Cluster(shutdown_at_exit=True)
@@ -318,7 +331,7 @@ def test_two_ray_nodes_build_into_a_bucket_and_a_worker_is_killed(place: Path) -
         (place / "driver").mkdir()
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, "build", str(place / "source"), root, "--engine", "ray",
-             "--address", cluster.address, "--stratify", "label", "--shard-size", "2MiB", "--json",
+             "--address", cluster.address, "--stratify", "label", "--shard-size", "512KiB", "--json",
              "--apply", "functions_that_travel:doubled"],
             env={**os.environ, "TMPDIR": str(place / "driver")},
             capture_output=True, text=True, timeout=600, check=False,
@@ -326,12 +339,11 @@ def test_two_ray_nodes_build_into_a_bucket_and_a_worker_is_killed(place: Path) -
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout)["id"] == expected.id
+    assert json.loads(done.stdout)["id"] == shardkit.open(plain).manifest.id
     notes = {path.name for path in (place / "notes").iterdir()}
     assert "kill" not in notes, "nobody was killed"
     assert {str(machine).replace("/", "_") for machine in machines} <= notes, "one node did everything"
     assert names(root, "scratch/") == set()
     assert {name for name in names(root, "objects/") if name.endswith(".arrow")} == {
-        f"objects/{path.relative_to(place / 'plain' / 'objects')}"
-        for path in (place / "plain" / "objects").rglob("*.arrow")
+        f"objects/{path.relative_to(plain / 'objects')}" for path in (plain / "objects").rglob("*.arrow")
     }
