@@ -257,7 +257,7 @@ def read_all(place: str, work: Path) -> Iterator[tuple[str, Rows | str]]:
                 else:
                     adopt(given, root, from_=source.from_, options=options)
                 ds = shardkit.open(root)
-                yield f"{name}, {way}", [dict(ds[row]) for row in range(len(ds))]
+                yield f"{name}, {way}", ds[:]
             except ShardkitError as error:
                 yield f"{name}, {way}", f"{type(error).__name__}: {error}"
 

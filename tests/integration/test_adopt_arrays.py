@@ -77,7 +77,7 @@ def write_documents(folder: Path, writer: str = "megatron") -> tuple[list[str], 
 
 def rows_of(root: object, field: str) -> Any:
     ds = shardkit.open(str(root), settings=SETTINGS)
-    return np.stack([np.asarray(ds[row][field]) for row in range(len(ds))])
+    return np.stack([np.asarray(sample[field]) for sample in ds[:]])
 
 
 def batches(root: object, field: str, **settings: Any) -> list[tuple[list[int], Any]]:

@@ -72,7 +72,7 @@ def test_a_saved_dataset_is_what_datasets_reads(tmp_path: Path) -> None:
     adopt([tmp_path / "saved"], tmp_path / "adopted")
     ds = shardkit.open(tmp_path / "adopted")
     theirs = datasets.load_from_disk(tmp_path / "saved")
-    assert [dict(ds[row]) for row in range(len(ds))] == list(theirs)
+    assert ds[:] == list(theirs)
     datasets.Dataset.from_dict({"n": [1]}).save_to_disk(tmp_path / "other")
     with pytest.raises(SourceError, match=r"one folder at a time.*shardkit merge"):
         adopt([tmp_path / "saved", tmp_path / "other"], tmp_path / "root")

@@ -66,7 +66,7 @@ def upload(proxy: FaultProxy, folder: Path) -> str:
 
 def samples_of(root: object) -> list[dict[str, Any]]:
     ds = shardkit.open(str(root), settings=SETTINGS)
-    return [dict(ds[row]) for row in range(len(ds))]
+    return ds[:]
 
 
 def batches(root: object) -> list[tuple[Any, ...]]:

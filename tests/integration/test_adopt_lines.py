@@ -35,7 +35,7 @@ SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
 
 def rows_of(root: object) -> list[dict[str, Any]]:
     ds = shardkit.open(str(root), settings=SETTINGS)
-    return [dict(ds[row]) for row in range(len(ds))]
+    return ds[:]
 
 
 def json_row(n: int) -> dict[str, Any]:
@@ -230,15 +230,10 @@ def test_uneven_lines_make_smaller_blocks(tmp_path: Path) -> None:
     assert [len(row["t"]) for row in rows_of(tmp_path / "root")] == [5] * 500 + [20_000] * 100
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    (ImportOptions(), {"parsed": 100}),
-    (ImportOptions(check="decode"), {"parsed": 200, "encoded": 100}),
-    (ImportOptions(field_types={"n": "int32"}), {"parsed": 200, "encoded": 100}),
-    (ImportOptions(skip_bad_rows=True), {"parsed": 200, "encoded": 100}),
-])  # fmt: skip
-def test_a_row_is_parsed_once_and_again_if_it_must_be_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: ImportOptions, expected: dict[str, int]
+def test_a_row_is_parsed_and_encoded_once_by_the_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Types are inferred from one more pass; nothing else parses rows."""
     (tmp_path / "lines").mkdir()
     for name in "ab":
         rows = [json.dumps({"n": n, "text": name}) for n in range(50)]
@@ -257,8 +252,8 @@ def test_a_row_is_parsed_once_and_again_if_it_must_be_checked(
     for module in (json_lines, line_blocks):
         monkeypatch.setattr(module, "parse_json", counted_parse)
     monkeypatch.setattr(Schema, "encode", counted_encode)
-    adopt([tmp_path / "lines"], tmp_path / "root", block_size="256B", options=options)
-    assert counts == expected
+    adopt([tmp_path / "lines"], tmp_path / "root", block_size="256B")
+    assert counts == {"parsed": 200, "encoded": 100}
     monkeypatch.undo()
     assert not verify(str(tmp_path / "root"), level="decode").exit_code, "the code that reads agrees"
 

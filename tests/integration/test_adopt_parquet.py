@@ -79,7 +79,7 @@ def plain(sample: Any) -> dict[str, Any]:
 
 def samples(root: object) -> list[dict[str, Any]]:
     ds = shardkit.open(str(root), settings=SETTINGS)
-    return [plain(ds[row]) for row in range(len(ds))]
+    return [plain(sample) for sample in ds[:]]
 
 
 def batches(

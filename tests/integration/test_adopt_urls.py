@@ -73,7 +73,7 @@ def folder(server: str, tars: list[bytes]) -> str:
 
 def texts(root: object) -> list[str]:
     ds = shardkit.open(str(root), settings=SETTINGS)
-    return [str(ds[i]["text"]) for i in range(len(ds))]
+    return [str(sample["text"]) for sample in ds[:]]
 
 
 ALL = [f"sample {tar} {row}" for tar in range(3) for row in range(120)]

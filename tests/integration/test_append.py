@@ -38,7 +38,7 @@ def add(root: Path, numbers: range, *, keys: bool = True, **settings: Any) -> sh
 
 def numbers_of(root: object) -> list[int]:
     ds = shardkit.open(str(root))
-    return [int(ds[i]["n"]) for i in range(len(ds))]
+    return [int(sample["n"]) for sample in ds[:]]
 
 
 @pytest.mark.parametrize("keys", [True, False])

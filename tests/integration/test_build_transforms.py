@@ -118,7 +118,7 @@ def source(path: Path, rows: int = 90) -> str:
 
 def samples(root: Path) -> list[dict[str, Any]]:
     ds = shardkit.open(str(root))
-    return [ds[number] for number in range(len(ds))]
+    return ds[:]
 
 
 @pytest.mark.usefixtures("many_tasks")

@@ -34,8 +34,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def _texts(url: str) -> list[str]:
-    ds = shardkit.open(url)
-    return sorted(str(ds[i]["text"]) for i in range(len(ds)))
+    return sorted(str(sample["text"]) for sample in shardkit.open(url))
 
 
 ALL = [f"row {n:04d}" for n in range(300)]

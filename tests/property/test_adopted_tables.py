@@ -69,7 +69,7 @@ def test_adopted_values_are_those_of_pyarrow(table: Any, parquet: bool, group: i
         adopt([path], Path(folder) / "root")
         ds = shardkit.open(Path(folder) / "root")
         expected = table.to_pylist()
-        found = [{name: plain(value) for name, value in dict(ds[row]).items()} for row in range(len(ds))]
+        found = [{name: plain(value) for name, value in sample.items()} for sample in ds[:]]
         assert [{name: row[name] for name in table.column_names} for row in found] == expected
         first = table.column_names[0]
         stored = list(ds.schema.stored)

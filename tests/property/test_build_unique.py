@@ -44,7 +44,7 @@ def test_a_build_keeps_the_first_of_each_value(tmp_path: Path, values: list[str]
     lines.write_text("".join(json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(values)))
     result = shardkit_tools.build(lines, folder / "root", unique="text", shuffle=shuffle, stratify="n")
     ds = shardkit.open(str(folder / "root"))
-    found = {ds[number]["text"]: ds[number]["n"] for number in range(len(ds))}
+    found = {sample["text"]: sample["n"] for sample in ds[:]}
     assert found == {text: values.index(text) for text in values}
     assert len(ds) == len(found)
     assert result.duplicates == len(values) - len(found)
