@@ -48,9 +48,9 @@ _ORDER = ("unit", "property", "compat", "integration", "faults")
 def pytest_configure(config: pytest.Config) -> None:
     """Let each worker begin to collect elsewhere: it compiles a share of the tests, and finds the rest compiled."""
     if "PYTEST_XDIST_WORKER" in os.environ and config.args == config.getini("testpaths"):
-        number, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
         files = sorted(str(path) for path in Path(__file__).parent.glob("*/**/test_*.py"))
-        first = len(files) * number // count
+        first = len(files) * number // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         config.args[:] = files[first:] + files[:first]
 
 
