@@ -129,6 +129,8 @@ class ForeignColumns:
 
 def plain_column(column: Any) -> Any:
     """Return the storage of an extension column, and the values of a dictionary column."""
+    if isinstance(column.type, pa.FixedShapeTensorType):
+        return _tensors(column)
     if isinstance(column.type, pa.BaseExtensionType):
         column = column.storage
     if not pa.types.is_dictionary(column.type):
@@ -136,6 +138,31 @@ def plain_column(column: Any) -> Any:
     if pa.types.is_string_view(column.type.value_type):  # from polars; pyarrow cannot decode views
         column = pa.DictionaryArray.from_arrays(column.indices, column.dictionary.cast(pa.large_string()))
     return column.dictionary_decode()
+
+
+def _tensor_type(kind: Any) -> Any:
+    """Return the nested fixed-size lists of tensors of one shape."""
+    order = kind.permutation or range(len(kind.shape))
+    nested = kind.value_type
+    for axis in reversed(order):
+        nested = pa.list_(nested, kind.shape[axis])
+    return nested
+
+
+def _tensors(column: Any) -> Any:
+    """Return tensors of one shape as nested fixed-size lists, with their axes in logical order."""
+    kind, storage = column.type, column.storage
+    size = math.prod(kind.shape)
+    values = storage.values[storage.offset * size : (storage.offset + len(storage)) * size]
+    if kind.permutation:
+        table = values.to_numpy(zero_copy_only=False).reshape(-1, *kind.shape)
+        table = table.transpose(0, *(axis + 1 for axis in kind.permutation))
+        values = pa.array(table.reshape(-1), values.type)
+    sizes = [kind.shape[axis] for axis in kind.permutation or range(len(kind.shape))]
+    for depth, one in reversed(list(enumerate(sizes))):
+        mask = storage.is_null() if depth == 0 and storage.null_count else None
+        values = pa.FixedSizeListArray.from_arrays(values, one, mask=mask)
+    return values
 
 
 def _true_rows(flags: Any) -> list[int]:
@@ -335,6 +362,8 @@ def fixed_shape(kind: Any) -> tuple[tuple[int, ...], Any]:
 
 def held_type(kind: Any) -> Any:
     """Return the storage type of an extension, or the value type of a dictionary."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return _tensor_type(kind)
     if isinstance(kind, pa.BaseExtensionType):
         return held_type(kind.storage_type)
     return held_type(kind.value_type) if pa.types.is_dictionary(kind) else kind

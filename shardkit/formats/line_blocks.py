@@ -28,7 +28,7 @@ LINES: Final = ("jsonl", "csv")
 
 _MAX_CELL_CHARACTERS: Final = 1 << 30
 _MAX_SETTINGS: Final = 64 << 20
-MISSING: Final = frozenset(["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "nan", "NaN"])
+MISSING: Final = frozenset(["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "nan", "NaN", "<NA>", "\\N"])
 """Cells of optional numbers and booleans that mean no value, as pandas, R and databases write them."""
 UNDECODED: Final = "surrogateescape"
 """Error handler that keeps bytes which are not text, so that only their row is refused."""

@@ -8,6 +8,15 @@ from typing import NoReturn
 
 from shardkit.errors import SourceError
 
+_HEADS = {
+    b"\x1f\x8b": "it is compressed with gzip: name it .gz",
+    b"\x28\xb5\x2f\xfd": "it is compressed with zstd: name it .zst",
+    b"\xfd7zXZ": "it is compressed with xz: name it .xz",
+    b"\xff\xfe": "it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
+}
+"""First bytes of files that are no JSON → advice."""
+
 
 def parse_json(data: bytes, where: str) -> object:
     """Parse UTF-8 JSON.
@@ -17,7 +26,10 @@ def parse_json(data: bytes, where: str) -> object:
     try:
         return JSON_DECODER.decode(data.removeprefix(BOM_UTF8).decode())
     except UnicodeDecodeError as error:
-        raise SourceError(f"{where}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from error
+        advice = next(
+            (text for head, text in _HEADS.items() if data.startswith(head)), "convert the file to UTF-8"
+        )
+        raise SourceError(f"{where}: not UTF-8 (byte {error.start}); {advice}") from error
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{where}: not valid JSON ({error}); mend or remove it") from error
 

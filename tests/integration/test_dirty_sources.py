@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import io
 import itertools
 import json
+import re
 import tarfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +19,10 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 from PIL import Image
+from pyarrow import feather
 
 import shardkit
 from shardkit.errors import ShardkitError, UsageError
@@ -290,3 +295,103 @@ def test_keys_of_a_table_that_an_adoption_does_not_use_are_named(tmp_path: Path)
     rows, said = adopted(tmp_path / "t.parquet", tmp_path / "root")
     assert rows == [{"x": 1}, {"x": 2}]
     assert "the column __key__ is not used" in said
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (gzip.compress(b'{"a": 1}\n'), "name it .gz"),
+        ('{"a": 1}\n'.encode("utf-16"), "iconv -f UTF-16"),
+        (b'{"a": 1}{"a": 2}\n', "several values in one line"),
+        (b'{"a": 1},\n{"a": 2},\n', "a comma after the object"),
+        (b'{\n "a": 1\n}\n', "continues on the next line"),
+        (b'{"a": 1}\nnull\n', "not an object"),
+    ],
+)
+def test_text_that_is_no_json_lines_is_refused_with_the_way_on(
+    way: Way, data: bytes, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(ShardkitError, match=rf"a\.jsonl line \d.*{re.escape(expected)}"):
+        way(tmp_path / "a.jsonl", tmp_path / "root")
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.json", '{"data": [{"a": 1}, {"a": 2}]}', "one object, which is one sample"),
+        ("a.json", '{"a": {"0": 1, "1": 2}, "b": {"0": 3, "1": 4}}', "one object, which is one sample"),
+        ("a.csv", "1.0,2.0\n3.0,4.0\n", "a column of numbers '1.0'"),
+        ("a.csv", "7,a\n8,b\n", "a column of numbers '7'"),
+        ("a.csv", "x\n1\n\\N\n", "takes such cells as missing values"),
+    ],
+)
+def test_guesses_that_may_lose_samples_or_values_are_said(
+    way: Way, name: str, text: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert expected in way(tmp_path / name, tmp_path / "root")[1]
+    (tmp_path / "b.csv").write_text("x,0,1\na,2,3\n")
+    assert "number" not in way(tmp_path / "b.csv", tmp_path / "other")[1]
+
+
+# ---- Arrow and Parquet
+
+
+@WAYS
+@pytest.mark.parametrize("write", [pq.write_table, feather.write_feather])
+@pytest.mark.parametrize("order", [None, (1, 0, 2), (2, 0, 1), (1, 2, 0)])
+def test_tensors_of_one_shape_keep_it(
+    way: Way, write: Callable[[Any, str], None], order: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    kind = pa.fixed_shape_tensor(pa.int32(), (2, 3, 4), permutation=order)
+    flat = np.arange(5 * 24, dtype=np.int32).reshape(5, 24)
+    column = pa.ExtensionArray.from_storage(kind, pa.array(list(flat), pa.list_(pa.int32(), 24)))
+    path = tmp_path / f"a.{'parquet' if write is pq.write_table else 'feather'}"
+    write(pa.table({"x": column, "name": ["a", "b", "c", "d", "e"]}).slice(1), str(path))
+    rows, _ = way(path, tmp_path / "root")
+    stored = flat[1:].reshape(4, 2, 3, 4)
+    axes = order or (0, 1, 2)  # axis d of a tensor is axis axes[d] of what is stored; pyarrow errs for cycles
+    for row, one in zip(rows, stored, strict=True):
+        assert row["x"].shape == tuple(one.shape[axis] for axis in axes)
+        for place in np.ndindex(one.shape):
+            assert row["x"][tuple(place[axis] for axis in axes)] == one[place]
+
+
+@WAYS
+def test_a_missing_tensor_is_no_value(way: Way, tmp_path: Path) -> None:
+    storage = pa.array([[1, 2, 3, 4], None, [5, 6, 7, 8]], pa.list_(pa.int32(), 4))
+    column = pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.int32(), (2, 2)), storage)
+    pq.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
+    rows, _ = way(tmp_path / "a.parquet", tmp_path / "root")
+    assert [None if row["x"] is None else row["x"].tolist() for row in rows] == [
+        [[1, 2], [3, 4]],
+        None,
+        [[5, 6], [7, 8]],
+    ]
+
+
+class _Keys(encryption.KmsClient):  # type: ignore[misc]  # pyarrow has no types
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:
+        return base64.b64encode(key_bytes)
+
+    def unwrap_key(self, wrapped_key: bytes, master_key_identifier: str) -> bytes:
+        return base64.b64decode(wrapped_key)
+
+
+@WAYS
+@pytest.mark.parametrize("plain_footer", [True, False])
+def test_encrypted_columns_are_refused(way: Way, plain_footer: bool, tmp_path: Path) -> None:
+    table = pa.table({"x": [1], "y": [2]})
+    given = encryption.EncryptionConfiguration(
+        footer_key="key", column_keys={"key": ["x"]}, plaintext_footer=plain_footer
+    )
+    properties = encryption.CryptoFactory(lambda _: _Keys()).file_encryption_properties(
+        encryption.KmsConnectionConfig(), given
+    )
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    with pytest.raises(ShardkitError, match=r"a\.parquet.*encrypted"):
+        way(tmp_path / "a.parquet", tmp_path / "root")

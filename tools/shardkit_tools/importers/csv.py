@@ -127,6 +127,11 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
                 f"({', '.join(first)[:80]}); write a header into each file, or build the tables one by one"
             )
     types = _infer(source, headers, encoding, quote, options)
+    numbers = [name for name, kind in types.items() if _NUMBER.match(name) and kind in ("int64", "float64")]
+    if numbers and numbers != [str(column) for column in range(len(numbers))]:  # the names of pandas
+        source.notes.append(
+            f"the header calls a column of numbers {numbers[0]!r}; if the first line is a row, write a header above it"
+        )
     if next(iter(first)) == _INDEX:
         source.notes.append(
             f"the first column has no name and became {_INDEX}; --drop {_INDEX} leaves it out"
@@ -283,6 +288,10 @@ def _header(file: SourceFile, encoding: str, quote: str) -> dict[str, None]:
         _, header = next(cells, (1, list[str]()))
     if isinstance(header, SourceError):
         raise header
+    if "\0" in "".join(header):
+        raise SourceError(
+            f"{file.path}: its header holds NUL characters; if it is UTF-16: --encoding utf-16-le"
+        )
     if "".join(header).startswith("sep="):
         raise SourceError(f"{file.path} line 1: 'sep=' is a setting of Excel, not a header; delete the line")
     _check_quotes(header, f"{file.path} line 1", quote)

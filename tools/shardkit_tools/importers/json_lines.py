@@ -104,6 +104,15 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
         raise SourceError(
             f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
         )
+    if (
+        first.count == 1
+        and len(source.files) == 1
+        and any(kind.startswith("json") for kind in types.values())
+    ):
+        source.notes.append(
+            f"{source.files[0].name} holds one object, which is one sample; if its members hold several samples, write "
+            f"one object a line: {_ONE_A_LINE}, or to_json(orient='records', lines=True) of pandas"
+        )
     for name, values in first.lists.items():
         found = _array_of(values)
         if found and types.get(name, "").startswith("json") and name not in options.field_types:
@@ -128,9 +137,11 @@ class _First:
         self.objects = set[str]()
         self.valued = set[str]()  # fields with a value other than null
         self.lists: dict[str, list[object]] = {}  # field → its first lists
+        self.count = 0
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         for where, row in itertools.islice(self._all(), rows_to_infer(self._source.files, SCAN_ROWS)):
+            self.count += 1
             found = self._options.kept(row)
             if found is not row:
                 self.left_out.update(dict.fromkeys(name for name in row if name not in found))
@@ -196,20 +207,29 @@ def _objects(
             yield number, where, value
 
 
+_ONE_A_LINE = "jq -c . FILE, or jq -c '.data[]' FILE if the samples are a list in it"
+
+
 def _parse_line(line: bytes, where: str) -> object:
     """Return the value of a line.
 
     Raises:
-        SourceError: It is not JSON; an object that continues on the next line is advised on.
+        SourceError: It is not JSON; with advice if objects share a line, continue on the next, or end in a comma.
     """
     try:
         return parse_json(line, where)
     except SourceError as error:
+        if "Extra data" in str(error):
+            what = (
+                "a comma after the object" if line.rstrip().endswith(b"},") else "several values in one line"
+            )
+            raise SourceError(
+                f"{where}: {what}; write one object a line and nothing else: {_ONE_A_LINE}"
+            ) from error
         if not line.lstrip().startswith(b"{") or line.rstrip()[-1:] not in b"{[,":
             raise
         raise SourceError(
-            f"{where}: an object that continues on the next line; write one object a line: jq -c . FILE, or jq -c "
-            "'.data[]' FILE if the samples are a list in it"
+            f"{where}: an object that continues on the next line; write one object a line: {_ONE_A_LINE}"
         ) from error
 
 

@@ -132,6 +132,8 @@ class ImportOptions:
         known = list(dict.fromkeys([*inferred, *names]))
         self._check_named(known, source)
         types = {name: self.field_types.get(name, one) for name, one in inferred.items() if self.keeps(name)}
+        if not known:
+            raise SchemaError(f"{source}: it has no fields; give a source with some")
         if not types:
             raise SchemaError(
                 f"{source}: --columns and --drop leave no field; its fields are {', '.join(known)}"

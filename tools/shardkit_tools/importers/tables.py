@@ -165,6 +165,12 @@ def _footer(file: SourceFile) -> tuple[Any, Any]:
     """Return the schema and the metadata of a Parquet file."""
     with open_file(file) as stream:
         parquet = _open(stream, file)
+        stream.seek(-8, os.SEEK_END)
+        signed = int.from_bytes(stream.read(4), "little") - parquet.metadata.serialized_size
+        if (
+            signed == _SIGNATURE_BYTES
+        ):  # pyarrow ends the process if it meets an encrypted column without its key
+            raise SourceError(f"{file.path}: columns of it are encrypted; write it again without encryption")
         return parquet.schema_arrow, parquet.metadata
 
 
@@ -295,6 +301,9 @@ def _check_int96(batch: Any, fine: Any, file: SourceFile) -> None:
             )
 
 
+_SIGNATURE_BYTES = (
+    28  # of a footer in plain text; its columns are encrypted: Parquet modular encryption, section 5.5
+)
 _BUFFER_BYTES, _URL_BUFFER_BYTES = 2**20, 2**23  # bytes of a column that are read ahead
 _NANOS_END_MICROS = 2**63 // 1000 - 1
 _MAGIC = b"ARROW1"
@@ -444,8 +453,13 @@ def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], .
 def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
     """Open a reader of an Arrow file or stream."""
     with open_file(file) as stream:
-        is_file = stream.read(len(_MAGIC)) == _MAGIC
+        head = stream.read(len(_MAGIC))
+        is_file = head == _MAGIC
         stream.seek(0)
+        if head.startswith(b"FEA1"):
+            raise SourceError(
+                f"{file.path}: Feather of version 1, which is not read; write it again with version 2"
+            )
         try:
             reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream, options=options)
             _ = reader.schema.names  # decoded here: names may not be UTF-8
