@@ -29,6 +29,7 @@ from shardkit.errors import ShardkitError, UsageError
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions, open_source
+from tests.pictures import PNG
 
 BUCKETS = ("odd-names",)
 
@@ -395,3 +396,54 @@ def test_encrypted_columns_are_refused(way: Way, plain_footer: bool, tmp_path: P
         writer.write_table(table)
     with pytest.raises(ShardkitError, match=r"a\.parquet.*encrypted"):
         way(tmp_path / "a.parquet", tmp_path / "root")
+
+
+# ---- Folders and token files
+
+
+@WAYS
+def test_files_of_windows_archives_are_joined_and_said(way: Way, tmp_path: Path) -> None:
+    source = tmp_path / "pictures"
+    (source / "cats").mkdir(parents=True)
+    (source / "cats" / "1.png").write_bytes(PNG)
+    (source / "cats\\2.png").write_bytes(PNG + b"2")
+    (source / "metadata.csv").write_text("file_name,x\ncats\\1.png,1\ncats/2.png,2\n")
+    rows, said = way(source, tmp_path / "root")
+    assert sorted(row["x"] for row in rows) == [1, 2]
+    assert "names with backslashes" in said
+
+
+@WAYS
+def test_labels_that_are_not_the_numbers_of_their_folders_are_said(way: Way, tmp_path: Path) -> None:
+    for count, expected in ((10, False), (11, True)):
+        source = tmp_path / f"{count}"
+        for number in range(count):
+            (source / f"{number}").mkdir(parents=True)
+            (source / f"{number}" / "a.png").write_bytes(PNG)
+        rows, said = way(source, tmp_path / f"{count}-root")
+        assert sorted(row["label"] for row in rows) == list(range(count))
+        assert ("'10' is label 2" in said) == expected
+
+
+@WAYS
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_headers_of_llm_c_are_no_tokens(way: Way, dtype: str, tmp_path: Path) -> None:
+    tokens = np.arange(5000, dtype=dtype)
+    mark = 20240520 if dtype == "uint16" else 20240801
+    header = np.array([mark, 1, len(tokens), *[0] * 253], np.int32)
+    path = tmp_path / "train.bin"
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+    with pytest.raises(ShardkitError, match=r"train\.bin: it begins with a header of llm\.c.*tail -c \+1025"):
+        way(path, tmp_path / "root", dtype=dtype, row=100)
+    path.write_bytes(path.read_bytes()[1024:])
+    rows, _ = way(path, tmp_path / "root", dtype=dtype, row=100)
+    assert np.concatenate([row["tokens"] for row in rows]).tolist() == tokens.tolist()
+
+
+@WAYS
+def test_bytes_after_an_array_are_refused(way: Way, tmp_path: Path) -> None:
+    with (tmp_path / "a.npy").open("wb") as out:
+        np.save(out, np.arange(3))
+        np.save(out, np.arange(3))
+    with pytest.raises(ShardkitError, match="what follows the array would be lost"):
+        way(tmp_path / "a.npy", tmp_path / "root")

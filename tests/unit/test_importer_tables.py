@@ -235,7 +235,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ("change", "message"),
     [
         (lambda d: d.update(version=1), "not an index of MDS shards of version 2"),
-        (lambda d: d.update(shards=[]), "not an index of MDS shards"),
+        (lambda d: d.update(shards=[]), "the index lists no shards"),
         (lambda d: d["shards"][0].update(format="json"), "a shard has the format 'json'"),
         (lambda d: d["shards"][0]["column_names"].pop(), "do not belong together"),
         (

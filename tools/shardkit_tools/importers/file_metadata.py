@@ -62,7 +62,7 @@ class FileMetadata:
 
         Returns:
             The types of the fields, optional if a file has no row; and file → its name in the metadata, if they
-            differ in their Unicode form: macOS decomposes letters with accents, most texts compose them.
+            differ in their form.
 
         Raises:
             SourceError: No row describes a file, or a field has the name of the classes.
@@ -72,11 +72,9 @@ class FileMetadata:
                 f"{self.files[0].path}: its field 'label' has the name of the classes; pass --no-classes to take it"
             )
         rows = self.rows()
-        unknown = {normalize("NFC", name): name for name in sorted(rows.keys() - names)}
+        unknown = {_form(name): name for name in sorted(rows.keys() - names)}
         lacking = sorted(set(names) - rows.keys())
-        row_names = {
-            name: unknown.pop(form) for name in lacking if (form := normalize("NFC", name)) in unknown
-        }
+        row_names = {name: unknown.pop(form) for name in lacking if (form := _form(name)) in unknown}
         lacking = [name for name in lacking if name not in row_names]
         if rows and len(lacking) == len(names):
             raise SourceError(
@@ -95,6 +93,11 @@ class FileMetadata:
             for name, kind in self.types.items()
         }
         return types, row_names
+
+
+def _form(name: str) -> str:
+    """Return a name as it is compared: macOS decomposes letters with accents, and Windows has backslashes."""
+    return normalize("NFC", name.replace("\\", "/"))
 
 
 def open_metadata(source: Source, options: ImportOptions, others: Sequence[str]) -> FileMetadata | None:

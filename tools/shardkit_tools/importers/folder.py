@@ -458,6 +458,10 @@ def _notes(
     notes = []
     if len(classes) == 1:
         notes.append(f"there is one class only, {classes[0]!r}: are the folders in it the classes?")
+    elif moved := [name for place, name in enumerate(classes) if name.isdecimal() and int(name) != place]:
+        notes.append(
+            f"labels are places of names in text order: {moved[0]!r} is label {classes.index(moved[0])}"
+        )
     single = [name for name in classes if counts[name] == 1]
     if len(classes) >= _MANY_CLASSES and 2 * len(single) > len(classes):
         notes.append(

@@ -433,8 +433,9 @@ def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = Tr
     expected = offset + dtype.itemsize * int(np.prod(shape, dtype=object))
     if expected != size:
         raise SourceError(
-            f"{where}: {size} bytes, but its header ({dtype}{list(shape)}) asks for {expected}; it "
-            "is cut short or damaged, write it again"
+            f"{where}: {size} bytes, but its header ({dtype}{list(shape)}) asks for {expected}; "
+            + ("it is cut short" if size < expected else "what follows the array would be lost")
+            + ", write it again"
         )
     columns_first = bool(columns_first and len(shape) > 1)
     header = ArrayHeader(dtype.str, tuple(int(n) for n in shape), columns_first, offset)

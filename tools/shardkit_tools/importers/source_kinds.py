@@ -177,6 +177,8 @@ def stray_notes(source: Source) -> list[str]:
         reasons.setdefault(f"left out {why}", []).append(name)
     if empty := [file.name for file in source.files if not file.size]:
         reasons["files without a byte"] = empty
+    if windows := [file.name for file in source.files if "\\" in file.name]:
+        reasons["names with backslashes, as archives of Windows have, are in no folder"] = windows
     return [name_files(why, reasons[why]) for why in sorted(reasons)]
 
 
@@ -219,6 +221,8 @@ def detect(source: Source) -> str:
             "matches one kind, such as "
             f"'{source.given}/**/*.{file_suffix(next(iter(records.values())).name)}', or name an importer "
             "with --from; --on-error skip leaves out what is of the fewer"
+            + "; a table of the files is read if it is called metadata.csv and has a column file_name"
+            * any(map(media_of, suffixes))
         )
     for suffix, file in suffixes.items():
         if found := _UNREAD.match(suffix):

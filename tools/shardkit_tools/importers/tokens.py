@@ -26,6 +26,12 @@ class TokensImporter(NumpyImporter):
         return {"dtype": self.options.dtype, "row": self.options.row}
 
 
+_LLM_C, _LLM_C_BYTES = (
+    (20240520, 20240801),
+    1024,
+)  # marks and size of a header: llm.c, dev/data/data_common.py
+
+
 def open_tokens(source: Source, options: ImportOptions) -> TokensImporter | TokenDocuments:
     """Divide files of tokens into rows of the field ``tokens``; tokens after the last full row are left out.
 
@@ -69,8 +75,13 @@ def _open_token_file(file: SourceFile, options: ImportOptions) -> ArrayFile:
             "token or more"
         )
     dtype = np.dtype(options.dtype).newbyteorder("<")
-    with open_file(file):  # refuses files that are not there themselves
-        pass
+    with open_file(file) as stream:
+        head = np.frombuffer(stream.read(12).ljust(12, b"\0"), "<i4")
+    if head[0] in _LLM_C and head[2] * dtype.itemsize == file.size - _LLM_C_BYTES:
+        raise SourceError(
+            f"{file.path}: it begins with a header of llm.c, whose {_LLM_C_BYTES} bytes are no tokens; cut it off: "
+            f"tail -c +{_LLM_C_BYTES + 1} FILE"
+        )
     if not file.size:
         raise SourceError(f"{file.path}: an empty file; write it again, or leave it out: --on-error skip")
     rows = file.size // (dtype.itemsize * options.row)
