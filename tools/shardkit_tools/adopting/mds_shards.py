@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +13,10 @@ from shardkit.formats import FieldType
 from shardkit.formats.compression import decompress_frame
 from shardkit_tools.adopting.encoded_blocks import MAX_WHOLE_BYTES, check_block_size
 from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, FilledFiles, Report, ScannedFile
-from shardkit_tools.adopting.located_rows import LocatedRows, Span, locate_decimal, refuse_array, row_names
+from shardkit_tools.adopting.located_rows import LocatedRows, locate_decimal, refuse_array, row_names
 from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.mds import (
+    SPAN_ROWS,
     MdsImporter,
     MdsShard,
     ShardHashes,
@@ -26,8 +26,6 @@ from shardkit_tools.importers.mds import (
     row_offsets,
 )
 from shardkit_tools.importers.protocol import SourceFile
-
-_PIECE_ROWS = 4096  # rows whose spans are Python objects at the same time
 
 
 @dataclass(frozen=True)
@@ -68,16 +66,16 @@ class MdsFolder(FilledFiles):
         with FilePass(task=task) as blocks:
             head = blocks.read(head_bytes(shard))
             borders = row_offsets(shard, head)
-            head += blocks.read(borders[0] - len(head))
+            head += blocks.read(int(borders[0]) - len(head))
             blocks.add_head(head)
             hashes.update(head)
             report(0, len(head))
 
-            def spans_of(data: bytes, first: int, rows: NDArray[np.int64]) -> list[list[Span]]:
+            def spans_of(data: bytes, first: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
                 hashes.update(data)
-                return self._spans_of(located, data, rows.tolist(), first)
+                return self._spans_of(located, data, rows, first)
 
-            block_rows = located.scan(blocks, np.array(borders), block_bytes, spans_of, report)
+            block_rows = located.scan(blocks, borders, block_bytes, spans_of, report)
             blocks.add_rest(report)
         scanned = blocks.scanned(self.schema, block_rows, **located.columns())
         hashes.check()
@@ -98,8 +96,8 @@ class MdsFolder(FilledFiles):
                 raise SourceError(f"{error}; fetch it again, or {BUILD_INSTEAD}") from error
             borders = row_offsets(shard, raw)
             blocks.add(stored, shard.rows)
-            for first in range(0, shard.rows, _PIECE_ROWS):
-                rows = borders[first : first + _PIECE_ROWS + 1]
+            for first in range(0, shard.rows, SPAN_ROWS):
+                rows = borders[first : first + SPAN_ROWS + 1]
                 located.add(raw, self._spans_of(located, raw, rows, first), row_names(first))
                 report(len(rows) - 1, 0)
             report(0, len(stored))
@@ -108,27 +106,27 @@ class MdsFolder(FilledFiles):
         return blocks.scanned(self.schema, shard.rows, **columns)
 
     def _spans_of(
-        self, located: LocatedRows, data: bytes, borders: Sequence[int], first: int
-    ) -> list[list[Span]]:
-        """Locate the fields of the rows of a block."""
-        rows: list[list[Span]] = []
-        for row, (start, stop) in enumerate(pairwise(borders)):
-            where = f"{located.path} row {first + row}"
-            own = data[start:stop]
-            spans = dict(
-                zip(self.importer.encodings, field_spans(own, self.importer.encodings, where), strict=True)
-            )
-            found: dict[str, Span] = {}
-            for (name, encoding, _), (at, length) in spans.items():
-                if name not in self.schema:
-                    continue
-                skipped, size, is_payload = _locate(
-                    self.schema[name], encoding, own[at : at + length], f"{where}, column {name!r}"
+        self, located: LocatedRows, data: bytes, borders: NDArray[np.int64], first: int
+    ) -> NDArray[np.int64]:
+        """Locate the fields of the rows of a block: (rows, fields, offset and size)."""
+        spans, error = field_spans(data, borders, self.importer.encodings, located.path, first)
+        if error is not None:
+            raise error
+        places = {name: place for place, (name, _, _) in enumerate(self.importer.encodings)}
+        columns = []
+        for name, kind in self.schema.items():
+            encoding, own = self.importer.encodings[places[name]][1], spans[:, places[name]]
+            # a value of other encodings is the whole field, so the first row stands for all
+            varies = not kind.is_opaque and encoding.partition(":")[0] in ("str_int", "ndarray")
+            found = []
+            for row, (start, size) in enumerate(own[: None if varies else 1].tolist(), first):
+                where = f"{located.path} row {row}, column {name!r}"
+                skipped, size, located.is_payload[name] = _locate(
+                    kind, encoding, data[start : start + size], where
                 )
-                located.is_payload[name] = is_payload
-                found[name] = (start + at + skipped, size)
-            rows.append([found[name] for name in self.schema])
-        return rows
+                found.append((start + skipped, size))
+            columns.append(np.array(found, np.int64).reshape(-1, 2) if varies else own)
+        return np.stack(columns, 1)
 
 
 def _locate(kind: FieldType, encoding: str, data: bytes, where: str) -> tuple[int, int, bool]:

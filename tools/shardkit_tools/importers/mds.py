@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,6 +43,9 @@ from shardkit_tools.importers.source_files import open_packed, read_file
 MDS_INDEX = "index.json"
 _PACKED = {"zstd": "zst", "gz": "gz", "bz2": "bz2"}  # compression in the index → `open_packed`
 _SCAN_ROWS = 1_000
+SPAN_ROWS = 1 << 16
+"""Rows whose fields are located at the same time in a shard that is in memory."""
+
 _MAX_SHARD_BYTES = 2**32  # offsets are 32 bits wide
 
 
@@ -206,9 +208,13 @@ def _rows(shard: MdsShard, encodings: Encodings) -> Iterator[list[bytes]]:
     data = memoryview(_unpack(shard, stored))
     if len(data) != shard.raw_bytes:
         raise _no_rows(shard, len(data))
-    for row, (start, stop) in enumerate(pairwise(row_offsets(shard, data[: head_bytes(shard)]))):
-        spans = field_spans(data[start:stop], encodings, f"{shard.file.path} row {row}")
-        yield [bytes(data[start + at : start + at + length]) for at, length in spans]
+    borders, where = row_offsets(shard, data[: head_bytes(shard)]), shard.file.path
+    for first in range(0, shard.rows, SPAN_ROWS):
+        spans, error = field_spans(data, borders[first : first + SPAN_ROWS + 1], encodings, where, first)
+        for row in spans.tolist():
+            yield [bytes(data[start : start + size]) for start, size in row]
+        if error is not None:
+            raise error
 
 
 def head_bytes(shard: MdsShard) -> int:
@@ -216,7 +222,7 @@ def head_bytes(shard: MdsShard) -> int:
     return 4 * (shard.rows + 2)
 
 
-def row_offsets(shard: MdsShard, head: bytes | memoryview) -> list[int]:
+def row_offsets(shard: MdsShard, head: bytes | memoryview) -> NDArray[np.int64]:
     """Return where each row begins, and where the last one ends, given the first `head_bytes` of a raw shard.
 
     Raises:
@@ -231,8 +237,7 @@ def row_offsets(shard: MdsShard, head: bytes | memoryview) -> list[int]:
         or bool((np.diff(offsets) < 0).any())
     ):
         raise SourceError(f"{shard.file.path}: its row offsets do not follow one another; fetch it again")
-    found: list[int] = offsets.tolist()
-    return found
+    return offsets
 
 
 def _no_rows(shard: MdsShard, size: int) -> SourceError:
@@ -241,23 +246,40 @@ def _no_rows(shard: MdsShard, size: int) -> SourceError:
     )
 
 
-def field_spans(data: bytes | memoryview, encodings: Encodings, where: str) -> list[tuple[int, int]]:
-    """Return (offset, bytes) of each field in the bytes of a row.
+def field_spans(
+    data: bytes | memoryview, borders: NDArray[np.int64], encodings: Encodings, where: str, first: int
+) -> tuple[NDArray[np.int64], SourceError | None]:
+    """Return the (offset, bytes) of each field of rows, and the error of the first row whose sizes do not add up.
 
-    Raises:
-        SourceError: The sizes of the fields do not add up to the row.
+    Args:
+        data: bytes that contain the rows.
+        borders: (rows + 1,) offset of each row, and the end of the last.
+        encodings: the columns.
+        where: name of the file, for messages.
+        first: number of the first row, for messages.
+
+    Returns:
+        (rows, fields, 2), without the bad row and those after it.
     """
-    varying = sum(size is None for _, _, size in encodings)
-    at = 4 * varying
-    told = iter(np.frombuffer(data, "<u4", varying).tolist()) if len(data) >= at else iter(())
-    spans = []
-    for _, _, size in encodings:
-        length = size if size is not None else next(told, 2**32)
-        spans.append((at, length))
-        at += length
-    if at != len(data):
-        raise SourceError(f"{where}: {len(data)} bytes, its fields ask for {at}; fetch it again")
-    return spans
+    own = np.diff(borders)
+    varying = [place for place, (_, _, size) in enumerate(encodings) if size is None]
+    head_size = 4 * len(varying)
+    count = len(own) if bool((own >= head_size).all()) else int(np.argmax(own < head_size))
+    places = borders[:count, None] + np.arange(head_size)
+    sizes = np.empty((len(own), len(encodings)), np.int64)
+    sizes[:] = [2**32 if size is None else size for _, _, size in encodings]
+    if varying:
+        sizes[:count, varying] = np.frombuffer(data, np.uint8)[places].view("<u4")
+    wrong = head_size + sizes.sum(axis=1) != own
+    error = None
+    if bool(wrong.any()):
+        count = int(np.argmax(wrong))
+        error = SourceError(
+            f"{where} row {first + count}: {own[count]} bytes, its fields ask for "
+            f"{head_size + sizes[count].sum()}; fetch it again"
+        )
+    starts = borders[:-1, None] + head_size + np.cumsum(sizes, axis=1) - sizes
+    return np.stack([starts, sizes], 2)[:count], error
 
 
 class ShardHashes:
