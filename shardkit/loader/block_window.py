@@ -23,8 +23,9 @@ from shardkit.loader.background import give_way
 from shardkit.loader.block_loading import AFTER, SLOT, BlockLoading
 from shardkit.loader.block_memory import BlockMemory, Loan, capacity_of
 from shardkit.loader.schedule import StepGroup
+from shardkit.loader.window_counts import WindowCounts
 
-__all__ = ["BlockWindow", "WindowCounts"]
+__all__ = ["BlockWindow"]
 
 
 _BLOCKS_AT_ONCE: Final = 16  # blocks per wake-up of the threads
@@ -33,19 +34,6 @@ _TURN_S: Final = 5e-5
 _NOBODY: Final = -1
 _SLOT_BITS: Final = 24
 _SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
-
-
-@dataclass(slots=True)
-class WindowCounts:
-    """Counters of one window; plain numbers, read without a lock."""
-
-    block_loads: int = 0
-    block_reloads: int = 0  # blocks loaded again because they were evicted earlier in the epoch
-    block_uses: int = 0
-    bytes_loaded: int = 0
-    evictions: int = 0
-    load_s: float = 0.0  # seconds, summed over threads
-    peak_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -106,6 +94,8 @@ class BlockWindow:
         self._lock = threading.Lock()  # guards the attributes below
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, int] = {}  # block → its slot
+        # block whose slot is planned for another one → job that loads it and last step that uses it
+        self._replaced: dict[int, tuple[int, int]] = {}
         self._spare: list[int] = []  # heap of slots without memory, encoded as in `_free_slots`
         # (step, job, slot, memory): released after the step
         self._leaving: list[tuple[int, int, int, Any]] = []
@@ -162,7 +152,9 @@ class BlockWindow:
     def is_loaded(self, block: int) -> bool:
         """Return True if a block is in memory, False if it is only queued."""
         slot = self._slot_of.get(block)
-        return slot is not None and self._slots[slot].job < self.loads.counts()[0]
+        done: int = self.loads.counts()[0]
+        job, last = self._replaced.get(block, (done, self._now))
+        return (slot is not None and self._slots[slot].job < done) or (job < done and last >= self._now)
 
     # ---- what steps need
 
@@ -186,6 +178,7 @@ class BlockWindow:
             blocks, origin, slots = group.blocks.tolist(), self._planned, self._slots
             last = group.last + origin
             self._planned += len(group.numbers)
+            self._replaced = {block: one for block, one in self._replaced.items() if one[1] >= self._now}
             found = np.array([self._slot_of.get(block, _NOBODY) for block in blocks], np.int64)
             there, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
             for slot, step in zip(found[there].tolist(), last[there].tolist(), strict=True):
@@ -253,6 +246,9 @@ class BlockWindow:
             chosen.append(slot)
             addresses.append(0 if one.loan is None else one.loan.address)
             afters.append(after)
+        for block in wanted.block.tolist():
+            if block not in self._slot_of:  # replaced before it has a job
+                self._replaced.pop(block, None)
         self._counts.peak_bytes = max(self._counts.peak_bytes, self._bytes)
         return np.array([chosen, addresses, afters], np.int64)
 
@@ -323,6 +319,7 @@ class BlockWindow:
         if slot.block == _NOBODY:
             return
         del self._slot_of[slot.block]
+        self._replaced[slot.block] = slot.job, slot.last
         self._counts.evictions += 1
         if slot.used_in == self._epoch:
             self._dropped[slot.block] = self._epoch_bytes
@@ -479,6 +476,7 @@ class BlockWindow:
     def _drop(self) -> None:
         """Cancel queued jobs and forget blocks that are not loaded; waiting threads are woken."""
         begun, running = self.loads.drop()
+        self._replaced.clear()
         lost = {*running, *(slot for slot, _ in self._failed.values())}
         self._nobodys = self._added
         for number, slot in enumerate(self._slots):

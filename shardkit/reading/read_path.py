@@ -29,7 +29,7 @@ from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreE
 from shardkit.ranges import Range
 from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.objects import Location
-from shardkit.reading.response_times import ResponseTimes
+from shardkit.reading.request_limit import RequestLimit
 from shardkit.stores.waiting import EXPIRED, FIRST_CONTACT, WAITS, RetryPolicy, pauses
 
 _HEDGE_SHARE: Final = 0.03  # maximum share of reads that are hedged
@@ -93,35 +93,26 @@ class ReadRequest(NamedTuple):
 
 
 class _LocationState:
-    """State of a location in this process: response times, limit of concurrent requests, circuit breaker.
+    """State of a location in this process: limit of concurrent requests, circuit breaker.
 
-    The limit grows with good answers and halves on overload: additive increase, multiplicative decrease (Chiu and Jain
-    1989), as in TCP, so that the clients of one location reach fair shares without coordination. It does not grow while
-    answers take twice as long as the fastest one: more requests would then only wait for each other (Brakmo and
-    Peterson 1995, TCP Vegas). A location that only fails rests and is tried again after pauses that double, up to 64
-    times the first: a circuit breaker (Nygard, *Release It!*).
+    A location that only fails rests and is tried again after pauses that double, up to 64 times the first: a circuit
+    breaker (Nygard, *Release It!*).
     """
 
     def __init__(self, location: Location, settings: ReadSettings, read_events: ReadEvents) -> None:
         self.location = location
         self.off = False  # switched off by the operator of the run
+        self.limit = RequestLimit(settings.first_concurrency, settings.most_concurrency)
         self._settings, self._read_events = settings, read_events
-        self._changed = threading.Condition()  # guards everything below
-        self._times = ResponseTimes()
-        self._limit, self._running, self._last_cut = float(settings.first_concurrency), 0, 0.0
+        self._lock = threading.Lock()  # guards everything below
         self._failures = 0  # consecutive
         self._rests = 0  # consecutive
         self._rests_until = 0.0
 
-    def quantile(self, num_bytes: int, share: float) -> float | None:
-        """Return a quantile of recent response times in seconds for this size; None while there are too few."""
-        with self._changed:
-            return self._times.quantile(num_bytes, share)
-
     @property
     def is_resting(self) -> bool:
         """True if the location should not be asked now; False for one caller when a trial is due."""
-        with self._changed:
+        with self._lock:
             if self._failures < self._settings.trip_after:
                 return False
             now = time.monotonic()
@@ -130,44 +121,25 @@ class _LocationState:
             self._rests_until = now + self._pause()  # others wait for the outcome of this trial
             return False
 
-    def acquire(self, timeout_s: float) -> bool:
-        """Wait for a free request slot and take it; return False after the timeout."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._running < int(self._limit), timeout_s):
-                return False
-            self._running += 1
-            return True
-
-    def release(self) -> None:
-        with self._changed:
-            self._running -= 1
-            self._changed.notify()
-
     def succeeded(self, num_bytes: int, seconds: float) -> None:
-        """Record a good answer; the limit grows by one per round of good answers that did not wait for others."""
-        with self._changed:
-            self._times.note(num_bytes, seconds)
-            # a limit that is not reached does not show how much load the location bears
-            if self._running * 2 >= self._limit and not self._times.is_queued(num_bytes, seconds):
-                self._limit = min(self._settings.most_concurrency, self._limit + 1 / self._limit)
-                self._changed.notify()
+        """Record a good answer."""
+        self.limit.answered(num_bytes, seconds)
+        with self._lock:
             was_resting = self._failures >= self._settings.trip_after
             self._failures = self._rests = 0
         if was_resting:
             self._read_events.note("circuit_closed", self.location.name)
 
     def failed(self, *, is_overloaded: bool = False) -> None:
-        """Record a failed attempt; on overload, halve the limit, at most once per 0.5 s."""
-        with self._changed:
-            now = time.monotonic()
+        """Record a failed attempt; on overload, halve the limit."""
+        if is_overloaded:
+            self.limit.overloaded()
+        with self._lock:
             self._failures += 1
             rests = self._failures == self._settings.trip_after
             if self._failures >= self._settings.trip_after:
                 self._rests += 1
-                self._rests_until = now + self._pause()
-            if is_overloaded and now - self._last_cut > 0.5:
-                self._limit = max(1.0, self._limit / 2)
-                self._last_cut = now
+                self._rests_until = time.monotonic() + self._pause()
         if rests:
             self._read_events.note("circuit_opened", self.location.name)
 
@@ -209,6 +181,11 @@ class ReadPath:
     def root(self) -> Location:
         """The first location, with this process's client."""
         return self._known[0].location
+
+    @property
+    def concurrency(self) -> int:
+        """Number of requests that one location may have in flight now, the largest of all locations."""
+        return max(known.limit.value for known in self._known)
 
     def close(self) -> None:
         """Accept no more reads; running ones finish in the background."""
@@ -262,7 +239,7 @@ class ReadPath:
             return [known for known in named if not known.is_resting]
 
         def nearness(known: _LocationState) -> tuple[bool, bool, int, float]:
-            typical = known.quantile(request.num_bytes, 0.5)
+            typical = known.limit.quantile(request.num_bytes, 0.5)
             is_later = request.root_first and known is not self._known[0]
             return known.is_resting, is_later, known.location.rank, typical or 0.0
 
@@ -296,14 +273,26 @@ class ReadPath:
             self._hedges += 1
             return True
 
-    def start(self, known: _LocationState, request: ReadRequest, deadline: float) -> Future[Buffer]:
-        """Start one attempt at one location, on a thread that may outlive the read."""
-        self.read_events.note("requests", known.location.name)
-        return self._pool.submit(self._attempt, known, request, deadline)
+    def start(self, known: _LocationState, request: ReadRequest, patience_s: float) -> Future[Buffer]:
+        """Wait for a free request slot, and start one attempt at one location, on a thread that may outlive the read.
 
-    def _attempt(self, known: _LocationState, request: ReadRequest, deadline: float) -> Buffer:
-        if not known.acquire(max(0.0, min(deadline - time.monotonic(), self.settings.attempt_s))):
-            raise StoreError(f"{known.location.store.url}: too many requests are under way; try again later")
+        The caller waits, not the attempt: its time would count as the location's.
+        """
+        if not known.limit.acquire(patience_s):
+            future: Future[Buffer] = Future()
+            text = f"{known.location.store.url}: too many requests are under way; try again later"
+            future.set_exception(StoreError(text))
+            return future
+        self.read_events.note("requests", known.location.name)
+        try:
+            future = self._pool.submit(self._attempt, known, request)
+        except BaseException:
+            known.limit.release()
+            raise
+        future.add_done_callback(lambda _: known.limit.release())  # also if it is cancelled before it begins
+        return future
+
+    def _attempt(self, known: _LocationState, request: ReadRequest) -> Buffer:
         begun = time.monotonic()
         try:
             data = request.read(known.location)
@@ -323,8 +312,6 @@ class ReadPath:
             elif error.errno == errno.ETIMEDOUT:
                 self.read_events.note("timeouts", known.location.name, what=request.what)
             raise
-        finally:
-            known.release()
         self._has_answer = True
         known.succeeded(request.num_bytes, time.monotonic() - begun)
         self.read_events.add_bytes(known.location.name, memoryview(data).nbytes)
@@ -382,7 +369,9 @@ class _Turn:
             self._start(self._left.pop(0), hedging=hedging)
 
     def _start(self, known: _LocationState, *, hedging: bool = False) -> None:
-        future = self._path.start(known, self._request, self._deadline)
+        patience_s = min(self._deadline - time.monotonic(), self._path.settings.attempt_s)
+        # a read that waited here would not notice the end of its other attempts
+        future = self._path.start(known, self._request, 0.0 if self._running else max(0.0, patience_s))
         self._running[future] = (known, time.monotonic())
         future.add_done_callback(self._done.put)
         if hedging:
@@ -401,8 +390,8 @@ class _Turn:
         return max(0.0, due - now)
 
     def _late_after(self, known: _LocationState) -> float | None:
-        late = known.quantile(self._request.num_bytes, 0.95)
-        typical = known.quantile(self._request.num_bytes, 0.5)
+        late = known.limit.quantile(self._request.num_bytes, 0.95)
+        typical = known.limit.quantile(self._request.num_bytes, 0.5)
         if late is None or typical is None or not self._path.settings.hedge:
             return None
         return max(_LEAST_HEDGE_S, late, _HEDGE_OVER_MEDIAN * typical)
@@ -417,13 +406,17 @@ class _Turn:
                 known.failed(is_overloaded=True)
                 self._path.read_events.note("timeouts", known.location.name, what=self._request.what)
                 self._fail(known, StoreError(f"{known.location.store.url}: silent for {now - begun:.1f} s"))
-        if self._running and not self._hedged and self._path.may_hedge():
+        if self._running and not self._hedged and self._may_hedge():
             if self._left:
                 self._start_next(hedging=True)
             else:
                 self._start(next(iter(self._running.values()))[0], hedging=True)
         elif self._running and not self._hedged:
             self._hedged.add(next(iter(self._running)))  # over budget: do not ask for this read again
+
+    def _may_hedge(self) -> bool:
+        known = self._left[0] if self._left else next(iter(self._running.values()))[0]
+        return known.limit.has_slot and self._path.may_hedge()
 
     def _settle(self, future: Future[Buffer]) -> Buffer | None:
         known, _ = self._running.pop(future)

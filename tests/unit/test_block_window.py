@@ -413,6 +413,23 @@ def test_only_what_the_same_epoch_had_is_counted_as_loaded_again() -> None:
     window.close()
 
 
+def test_a_block_stays_loaded_until_its_last_step_though_its_slot_is_planned_for_another() -> None:
+    window = window_of(Blocks(), budget=2, threads=1)
+    try:
+        admitted(window, [[1], [2]])  # steps 0 and 1
+        assert window.wait_for(2, 60, lambda waited: None) == 2
+        admitted(window, [[3], [4]])  # steps 2 and 3
+        assert [window.is_loaded(block) for block in (1, 2, 3, 4)] == [True, True, False, False]
+        window.advance(1)
+        assert [window.is_loaded(block) for block in (1, 2)] == [False, True]
+        window.advance(3)
+        assert window.wait_for(4, 60, lambda waited: None) == 4
+        admitted(window, [[5], [6], [7], [8]])  # blocks of one group replace each other before they have jobs
+        assert [window.is_loaded(block) for block in (3, 4, 5, 6)] == [False, True, False, False]
+    finally:
+        window.close()
+
+
 def test_memory_of_longer_blocks_is_lent_for_shorter_ones() -> None:
     memory = BlockMemory(1 << 21)
     lent = [memory.lend(1 << 18) for _ in range(8)]

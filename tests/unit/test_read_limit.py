@@ -6,75 +6,71 @@ import random
 
 import pytest
 
-from shardkit.reading.attestations import ReadEvents
-from shardkit.reading.objects import Location
-from shardkit.reading.read_path import ReadSettings, _LocationState
-from shardkit.reading.response_times import ResponseTimes
-from shardkit.testing.memory_store import MemoryStore
+from shardkit.reading.request_limit import RequestLimit, ResponseTimes
 
 SIZE = 1 << 20
 
 
 @pytest.fixture
-def state() -> _LocationState:
-    return _LocationState(Location(name="root", store=MemoryStore()), ReadSettings(), ReadEvents())
+def limit() -> RequestLimit:
+    return RequestLimit(16, 64)
 
 
-def free_slots(state: _LocationState) -> int:
+def free_slots(limit: RequestLimit) -> int:
     """Return how many requests may start now, and give the slots back."""
     taken = 0
-    while state.acquire(0.0):
+    while limit.acquire(0.0):
         taken += 1
     for _ in range(taken):
-        state.release()
+        limit.release()
     return taken
 
 
-def answer(state: _LocationState, rounds: int, seconds: float) -> None:
+def answer(limit: RequestLimit, rounds: int, seconds: float) -> None:
     """Answer all requests that may be in flight, several times over."""
     for _ in range(rounds):
         taken = 0
-        while state.acquire(0.0):
+        while limit.acquire(0.0):
             taken += 1
         for _ in range(taken):
-            state.succeeded(SIZE, seconds)
+            limit.answered(SIZE, seconds)
         for _ in range(taken):
-            state.release()
+            limit.release()
 
 
-def test_the_limit_grows_to_its_bound_while_answers_take_the_same_time(state: _LocationState) -> None:
-    assert free_slots(state) == 16
-    answer(state, 1, 0.02)
-    assert free_slots(state) == 16, "one round is a slot at most, less what rounding takes"
-    answer(state, 10, 0.02)
-    assert 20 <= free_slots(state) <= 27
-    answer(state, 100, 0.02)
-    assert free_slots(state) == 64
+def test_the_limit_grows_to_its_bound_while_answers_take_the_same_time(limit: RequestLimit) -> None:
+    assert free_slots(limit) == 16
+    answer(limit, 1, 0.02)
+    assert free_slots(limit) == 16, "one round is a slot at most, less what rounding takes"
+    answer(limit, 10, 0.02)
+    assert 20 <= free_slots(limit) <= 27
+    answer(limit, 100, 0.02)
+    assert free_slots(limit) == 64
 
 
-def test_the_limit_does_not_grow_while_answers_wait_for_each_other(state: _LocationState) -> None:
-    answer(state, 4, 0.02)
-    before = free_slots(state)
-    answer(state, 3, 0.05)
-    assert free_slots(state) == before
+def test_the_limit_does_not_grow_while_answers_wait_for_each_other(limit: RequestLimit) -> None:
+    answer(limit, 4, 0.02)
+    before = free_slots(limit)
+    answer(limit, 3, 0.05)
+    assert free_slots(limit) == before
 
 
-def test_overload_halves_the_limit_once_in_half_a_second(state: _LocationState) -> None:
-    answer(state, 100, 0.02)
+def test_overload_halves_the_limit_once_in_half_a_second(limit: RequestLimit) -> None:
+    answer(limit, 100, 0.02)
     for _ in range(64):  # all requests in flight are refused
-        state.failed(is_overloaded=True)
-    assert free_slots(state) in (32, 16), "a slow machine may take longer than half a second"
-    before = free_slots(state)
-    answer(state, 3, 0.02)
-    assert before < free_slots(state) <= before + 3
+        limit.overloaded()
+    assert free_slots(limit) in (32, 16), "a slow machine may take longer than half a second"
+    before = free_slots(limit)
+    answer(limit, 3, 0.02)
+    assert before < free_slots(limit) <= before + 3
 
 
-def test_a_limit_that_is_not_reached_does_not_grow(state: _LocationState) -> None:
+def test_a_limit_that_is_not_reached_does_not_grow(limit: RequestLimit) -> None:
     for _ in range(500):
-        assert state.acquire(0.0)
-        state.succeeded(SIZE, 0.02)
-        state.release()
-    assert free_slots(state) == 16
+        assert limit.acquire(0.0)
+        limit.answered(SIZE, 0.02)
+        limit.release()
+    assert free_slots(limit) == 16
 
 
 def test_quantiles_are_those_of_answers_of_the_same_size() -> None:

@@ -46,7 +46,7 @@ class BlockFetcher:
     Args:
         cache: cache of this machine; None to stream.
         ahead_bytes: memory for blocks that were read ahead.
-        threads: number of blocks read ahead concurrently.
+        threads: largest number of blocks read ahead concurrently.
         nearby: caches of other nodes, asked before the locations.
         clock: number of the plan; processes with the same number count the same steps.
     """
@@ -68,6 +68,7 @@ class BlockFetcher:
         self._ahead_size = 0
         self._reading: set[int] = set()  # places that the loader reads without reading ahead
         self._step = 0
+        self._in_flight = 0  # blocks that are being read ahead
         self._is_full = False  # no room until an eighth of the memory is free
         self._awaited: Callable[[], bool] = lambda: False  # what the reading ahead waits for
         self._stopped = threading.Event()  # ends the threads of the last `follow`
@@ -164,7 +165,12 @@ class BlockFetcher:
         """Start reading a block once there is memory for it."""
         size, place = request.length, request.place
         with self._changed:
-            self._wait_for(lambda: stopped.is_set() or self._has_room(size))
+            # more reads than the locations may have in flight would only delay `close`
+            self._wait_for(
+                lambda: (
+                    stopped.is_set() or (self._in_flight < store.path.concurrency and self._has_room(size))
+                )
+            )
             if stopped.is_set() or place in self._ahead or place in self._reading:
                 return
             if self.cache is not None:
@@ -172,6 +178,13 @@ class BlockFetcher:
             answer = self._pool.submit(self.obtain, request, lambda: store.read_block(request))
             self._ahead[place] = _Ahead(answer, size, step)
             self._ahead_size += size
+            self._in_flight += 1
+            answer.add_done_callback(self._note_end)
+
+    def _note_end(self, _: Answer[Any]) -> None:
+        with self._changed:
+            self._in_flight -= 1
+            self._wake()
 
     def _has_room(self, size: int) -> bool:
         most = self._ahead_bytes * 7 // 8 if self._is_full else self._ahead_bytes

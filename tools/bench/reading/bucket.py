@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 from bench.reading.contest import Entrant, take_turns
 from bench.reading.processes import Job, Reader
 from bench.reading.workloads import WORKLOADS
+from shardkit.reading.read_path import ReadSettings
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import localstack, s3_environment
 
@@ -20,8 +21,8 @@ __all__ = ["IN_FLIGHT", "measure", "ranges_of_first_epoch"]
 BUCKET = "bench"
 SHARE = 0.1
 """Of the tokens of the other parts."""
-IN_FLIGHT = 16
-"""Ranges that obstore fetches at a time."""
+IN_FLIGHT = ReadSettings().most_concurrency
+"""Ranges that obstore fetches at a time: as many as shardkit may."""
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
