@@ -230,10 +230,15 @@ def test_uneven_lines_make_smaller_blocks(tmp_path: Path) -> None:
     assert [len(row["t"]) for row in rows_of(tmp_path / "root")] == [5] * 500 + [20_000] * 100
 
 
-def test_a_row_is_parsed_and_encoded_once_by_the_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("options", "expected"), [
+    (ImportOptions(), {"parsed": 100}),
+    (ImportOptions(check="decode"), {"parsed": 200, "encoded": 100}),
+    (ImportOptions(field_types={"n": "int32"}), {"parsed": 200, "encoded": 100}),
+    (ImportOptions(skip_bad_rows=True), {"parsed": 200, "encoded": 100}),
+])  # fmt: skip
+def test_a_row_is_parsed_once_and_again_if_it_must_be_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: ImportOptions, expected: dict[str, int]
 ) -> None:
-    """Types are inferred from one more pass; nothing else parses rows."""
     (tmp_path / "lines").mkdir()
     for name in "ab":
         rows = [json.dumps({"n": n, "text": name}) for n in range(50)]
@@ -252,8 +257,8 @@ def test_a_row_is_parsed_and_encoded_once_by_the_pass(
     for module in (json_lines, line_blocks):
         monkeypatch.setattr(module, "parse_json", counted_parse)
     monkeypatch.setattr(Schema, "encode", counted_encode)
-    adopt([tmp_path / "lines"], tmp_path / "root", block_size="256B")
-    assert counts == {"parsed": 200, "encoded": 100}
+    adopt([tmp_path / "lines"], tmp_path / "root", block_size="256B", options=options)
+    assert counts == expected
     monkeypatch.undo()
     assert not verify(str(tmp_path / "root"), level="decode").exit_code, "the code that reads agrees"
 

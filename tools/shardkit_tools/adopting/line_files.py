@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
@@ -24,6 +25,7 @@ from shardkit_tools.adopting.files import (
     TooUnevenError,
     smaller,
 )
+from shardkit_tools.adopting.plain_lines import NotPlainError, PlainLines, are_parsed, count_rows
 from shardkit_tools.adopting.scanned_blocks import FilePass, ScannedBlocks
 from shardkit_tools.importers.csv import CsvImporter, delimiter_of, numbered_cells
 from shardkit_tools.importers.json_lines import JsonLinesImporter
@@ -61,6 +63,9 @@ class LineFiles(FilledFiles):
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read a file from start to end; memory holds one block, and its rows while they are checked."""
         assert not axes, "the rows of a file of lines are one stratum"
+        if are_parsed(self.importer):
+            with suppress(NotPlainError):
+                return PlainLines(self.importer, task, block_bytes, report).run()
         block_rows = None
         while True:
             scan = _LineScan(self.importer, task, block_bytes, block_rows)
@@ -206,6 +211,8 @@ class _LineScan:
 
 def _count(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> int:
     """Return the number of rows of a file, readable or not: keys are numbers over all files."""
+    with open_file(file) as stream, suppress(NotPlainError):
+        return count_rows(importer, file, stream)
     with open_file(file) as stream:
         held = _HeldLines(stream, file.path)
         if isinstance(importer, JsonLinesImporter):
