@@ -110,19 +110,25 @@ def train_alone(overrides: Sequence[str]) -> None:
     sys.exit(launch(None, overrides, nproc=1))
 
 
-def side_by_side(
+def start_ranks(
     ranks: int, work: Callable[..., None], *arguments: Any, environment: Mapping[str, str]
-) -> list[int | None]:
-    """Exit codes of so many ranks of one group, which are told of each other as torchrun tells them."""
+) -> list[Forked]:
+    """Processes of one group, which are told of each other as torchrun tells them."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
+    return [
         Forked(work, *arguments, environment={**environment, **group, "RANK": str(n), "LOCAL_RANK": str(n)})
         for n in range(ranks)
     ]
-    return [one.wait() for one in started]
+
+
+def side_by_side(
+    ranks: int, work: Callable[..., None], *arguments: Any, environment: Mapping[str, str]
+) -> list[int | None]:
+    """Exit codes of so many ranks of one group."""
+    return [one.wait() for one in start_ranks(ranks, work, *arguments, environment=environment)]
 
 
 def launch_forked(

@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +23,10 @@ from shardkit.ledger.losses import read_losses
 from shardkit.telemetry.records import read_documents
 from shardkit.torch import checkpoint_names
 from shardkit_trainer import load_configuration
+from shardkit_trainer.signals import RESTART
 from shardkit_trainer.training import Summary, train
 from tests.command_line import call, output_of
+from tests.integration.forked import OUTPUT, Forked, become_rank, start_ranks
 
 STEPS, BATCH = 12, 24
 FIELDS = ("from_step", "resume_from", "parent", "plan", "manifest", "skip", "weights", "excluded")
@@ -211,31 +211,36 @@ def test_a_run_goes_back_and_keeps_its_plan(tmp_path: Path, texts: str) -> None:
 
 
 @contextlib.contextmanager
-def running(run: Path, dataset: str, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Two ranks that train for a long time; killed with all their processes at the end, if they are still there."""
+def running(run: Path, dataset: str, **more: Any) -> Iterator[list[Forked]]:
+    """Two ranks that train for a long time; killed at the end, if they are still there."""
     endless = {"run.steps": 10**6, "checkpoint.every": 25, "checkpoint.keep": 0, "log.sample_losses": False}
-    command = [sys.executable, "-m", "shardkit_tools", "train", run.parent / "run.toml", "--nproc", "2"]
-    (run.parent / "run.toml").write_text("")
-    with (run.parent / "out").open("ab") as out:
-        job = subprocess.Popen(
-            [*map(str, command), *settings(run, dataset, **endless | more)],
-            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    environment = {**os.environ, OUTPUT: str(run.parent / "job")}
+    ranks = start_ranks(2, become_rank, settings(run, dataset, **endless | more), environment=environment)
     try:
-        yield job
+        yield ranks
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
-def wait_for(job: subprocess.Popen[bytes], run: Path, step: int) -> None:
+def check_alive(ranks: list[Forked], run: Path) -> None:
+    assert [rank.poll() for rank in ranks] == [None, None], (run.parent / "job.err").read_text()
+
+
+def wait_for(ranks: list[Forked], run: Path, step: int) -> None:
     """Wait until a running job has recorded a step."""
     while (
         max((one.get("step", 0) for one in read_documents(run / "metrics" / "train.jsonl")), default=0) < step
     ):
-        assert job.poll() is None, (run.parent / "out").read_text()
+        check_alive(ranks, run)
         time.sleep(0.05)
+
+
+def stop(ranks: list[Forked], run: Path) -> None:
+    """All ranks save and end when one of them is asked to."""
+    ranks[0].send_signal(signal.SIGTERM)
+    assert [rank.wait(300) for rank in ranks] == [130, RESTART], (run.parent / "job.err").read_text()
 
 
 def amended(run: Path, *options: object) -> dict[str, Any]:
@@ -260,8 +265,7 @@ def test_a_running_job_changes_its_plan_at_a_later_step(tmp_path: Path, texts: s
         assert [one["applied"] for one in amended(run, "--list")["amendments"]] == [True]
         code, told = call("amend", run, "--skip", f"{first}:{first + 2}")
         assert (code, "stop the job first" in told) == (1, True), told
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=300) == 130, (run.parent / "out").read_text()
+        stop(job, run)
     taken = load_run(run).legs()
     assert [leg[1] for leg in taken] == [0, first]
     before, after = (one.plan for one in find_plans(load_run(run)).values())
@@ -304,10 +308,9 @@ def test_a_change_that_comes_too_late_is_undone(tmp_path: Path, texts: str) -> N
         while read_events(run)[-1]["kind"] not in ("undo", "checkpoint") or active_amendments(
             read_events(run)
         ):
-            assert job.poll() is None, (run.parent / "out").read_text()
+            check_alive(job, run)
             time.sleep(0.05)
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=300) == 130
+        stop(job, run)
     undos = [event for event in read_events(run) if event["kind"] == "undo"]
     assert undos[-1]["message"] == "recorded after step 4 was read"
     output_of("audit", run)
