@@ -62,9 +62,11 @@ def aliases(batch: dict[str, Any], rngs: Any) -> dict[str, Any]:
     return batch
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tensors", [True, False])
-@pytest.mark.parametrize("change", [None, aliases])
+@pytest.mark.parametrize(
+    ("method", "tensors", "change"),
+    [("fork", True, None), ("fork", False, None), ("fork", True, aliases), ("fork", False, aliases),
+     pytest.param("spawn", True, aliases, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_batches_that_are_kept_stay_as_they_were(
     ds: shardkit.Dataset, method: str, tensors: bool, change: Any
 ) -> None:
