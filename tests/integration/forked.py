@@ -31,9 +31,16 @@ OUTPUT = "SHARDKIT_TEST_OUTPUT"
 class Forked:
     """What is asked of `subprocess.Popen`, for ``work(*arguments)`` in a forked process of that environment."""
 
-    def __init__(self, work: Callable[..., None], *arguments: Any, environment: Mapping[str, str]):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+    def __init__(
+        self,
+        work: Callable[..., None],
+        *arguments: Any,
+        environment: Mapping[str, str],
+        method: str = "forkserver",
+    ):
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         self._process: BaseProcess = context.Process(target=_work, args=(dict(environment), work, *arguments))
         with patch.dict(os.environ, OMP_NUM_THREADS="1"):
             self._process.start()
@@ -90,9 +97,8 @@ def become_agent(overrides: Sequence[str], nproc: int, restarts: int) -> None:
     from shardkit_trainer import launch
 
     def start(_handler: object, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
-        return Forked(
-            _lead_session, arguments[3:], environment=environment
-        )  # after python -m shardkit_trainer
+        # after python -m shardkit_trainer; a fork server of the agent would import torch for itself
+        return Forked(_lead_session, arguments[3:], environment=environment, method="fork")
 
     with patch.object(SubprocessHandler, "_popen", start):
         sys.exit(launch(None, overrides, nproc=nproc, max_restarts=restarts))
