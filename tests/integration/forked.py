@@ -6,6 +6,7 @@ processes that start as users start them.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -90,8 +91,14 @@ def become_rank(arguments: Sequence[str]) -> None:
     sys.exit(main(list(arguments)))
 
 
-def become_agent(overrides: Sequence[str], nproc: int, restarts: int) -> None:
-    """``shardkit train`` with several ranks, which its agent starts, watches and restarts: they are forked too."""
+def become_agent(overrides: Sequence[str], space: str, options: Mapping[str, Any]) -> None:
+    """``shardkit train`` with several ranks, which its agent starts, watches and restarts: they are forked too.
+
+    With ``space``, in that network namespace.
+    """
+    if space:
+        with open(f"/run/netns/{space}", "rb") as entered:
+            assert ctypes.CDLL(None).setns(entered.fileno(), 0x40000000) == 0  # CLONE_NEWNET
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     from shardkit_trainer import launch
@@ -101,7 +108,7 @@ def become_agent(overrides: Sequence[str], nproc: int, restarts: int) -> None:
         return Forked(_lead_session, arguments[3:], environment=environment, method="fork")
 
     with patch.object(SubprocessHandler, "_popen", start):
-        sys.exit(launch(None, overrides, nproc=nproc, max_restarts=restarts))
+        sys.exit(launch(None, overrides, **options))
 
 
 def _lead_session(arguments: Sequence[str]) -> None:
@@ -147,7 +154,8 @@ def launch_forked(
     """`shardkit_trainer.launch` with forked ranks; without `restarts` none is killed where another has died."""
     environment = {**environment, OUTPUT: str(output)}
     if restarts is not None:
-        code = Forked(become_agent, overrides, nproc, restarts, environment=environment).wait() or 0
+        options = {"nproc": nproc, "max_restarts": restarts}
+        code = Forked(become_agent, overrides, "", options, environment=environment).wait() or 0
     elif nproc == 1:
         code = Forked(train_alone, overrides, environment=environment).wait() or 0
     else:
