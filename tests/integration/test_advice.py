@@ -71,7 +71,7 @@ def test_every_option_in_a_text_of_an_importer_is_one_of_its_command(command: st
         if "--" in text
     ]
     assert len(shown) > 60
-    assert [(file, text) for file, text in shown if lacking(text, command)] == []
+    assert [(file, text) for file, text in shown if lacking(text, command) or "…=" in text] == []
 
 
 def _latin(folder: Path) -> None:

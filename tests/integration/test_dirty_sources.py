@@ -447,3 +447,22 @@ def test_bytes_after_an_array_are_refused(way: Way, tmp_path: Path) -> None:
         np.save(out, np.arange(3))
     with pytest.raises(ShardkitError, match="what follows the array would be lost"):
         way(tmp_path / "a.npy", tmp_path / "root")
+
+
+@WAYS
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_compressed_tar_without_its_extension_is_named(way: Way, size: int, tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).bytes(size)
+    (tmp_path / "a.tar").write_bytes(gzip.compress(tar_of([("a.bin", noise)])))
+    with pytest.raises(ShardkitError, match=r"compressed.*such as \.tar\.gz"):
+        way(tmp_path / "a.tar", tmp_path / "root")
+
+
+@WAYS
+@pytest.mark.parametrize("suffix", ["mat", "rds", "dta", "safetensors", "h5", "zip"])
+def test_files_that_are_tables_of_other_programs_are_no_samples(
+    way: Way, suffix: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"a.{suffix}").write_bytes(b"x")
+    with pytest.raises(ShardkitError, match=rf"files of \.{suffix} are not read.*--from folder"):
+        way(tmp_path / f"a.{suffix}", tmp_path / "root")

@@ -133,7 +133,7 @@ def locate_decimal(data: bytes, where: str) -> Span:
     if match is None:
         raise SourceError(
             f"{where}: {data[:40]!r} is not an integer that can be read where it is; {BUILD_INSTEAD}, or read it "
-            "as text with --schema …=str"
+            "as text with --schema FIELD=str"
         )
     begin, end = match.span(match.lastindex or 1)
     return begin, end - begin

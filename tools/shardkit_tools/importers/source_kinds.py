@@ -63,7 +63,8 @@ _TEXTS = frozenset((
 
 # Containers of samples in formats that are not read; a sample of each whole file is hardly meant.
 _UNREAD = re.compile(
-    "(?:tfrecords?|h5|hdf5|zip|7z|rar|lz4|tbz2?|lmdb|mdb|pt|pth|pkl|pickle|beton|zarr|orc|avro|xlsx?|sqlite|db)(?![a-z0-9])"
+    "(?:tfrecords?|h5|hdf5|zip|7z|rar|lz4|tbz2?|lmdb|mdb|pt|pth|pkl|pickle|beton|zarr|orc|avro|xlsx?|sqlite|db"
+    "|mat|rds|rdata|dta|safetensors)(?![a-z0-9])"
 )
 _MAX_INDEX_BYTES = 64 << 20  # of an MDS folder without its shards
 _CHUNK = re.compile(r"(?:^|/)chunk-\d+-\d+(?:\.\w+)?\.bin$")

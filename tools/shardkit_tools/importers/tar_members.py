@@ -51,6 +51,7 @@ _HARMLESS_PAX = frozenset(
 )
 _HARMLESS_PAX_PREFIXES = ("SCHILY.", "LIBARCHIVE.xattr.", "RHT.security.")
 
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh")  # first bytes of gzip, zstd, xz and bzip2
 
 TEXTS = frozenset(["txt", "text", "transcript"])
 FIELD_OF_EXTENSION = {
@@ -458,6 +459,8 @@ class _Reader:
         while missing:
             piece = self._read_some(missing)
             if not piece:
+                if not self._at and pieces and pieces[0].startswith(_PACKED):
+                    self._refuse("it is compressed; name it by its compression, such as .tar.gz or .tar.zst")
                 self._refuse(
                     f"the tar ends inside {what} ({size - missing} of {size} bytes); it is cut short, fetch it again"
                 )

@@ -14,6 +14,7 @@ A longer extension names its field: ``17.left.png`` is the field ``left``, ``17.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 from collections import Counter
@@ -38,7 +39,7 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
 )
 from shardkit_tools.importers.source_files import check_suffixes, open_plain, text_of
-from shardkit_tools.importers.tar_members import TEXTS, Member, TarSample, read_members, tar_samples
+from shardkit_tools.importers.tar_members import TEXTS, Member, TarSample, field_of, read_members, tar_samples
 
 # number of samples, in source order, that the schema is inferred from; the rest are checked against it
 _SCAN_SAMPLES = 1000
@@ -237,6 +238,12 @@ def field_type_of(extension: str, data: bytes, where: str) -> str:
     return "bytes"
 
 
+@functools.cache
+def _word(extension: str) -> str:
+    """Return the field of an extension as a word of a command."""
+    return shell_word(field_of(extension))
+
+
 def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
     """Return the value of a member: as bytes, text or JSON what it holds, otherwise as its extension says."""
     suffix, kind = extension.rpartition(".")[2], kind.removesuffix("?")
@@ -248,9 +255,10 @@ def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
         text = data.strip()
         if not re.fullmatch(rb"[+-]?[0-9]{1,20}", text):
             raise SourceError(
-                f"{where}: {text[:40]!r} is not an integer; mend it, or read it as text with --schema …=str"
+                f"{where}: {text[:40]!r} is not an integer; mend it, or read it as text with --schema "
+                f"{_word(extension)}=str"
             )
         return int(text)
     if kind != "str" and suffix == "npy":
         return read_array(data, where)
-    return text_of(data, where, "convert it, or keep the bytes with --schema …=bytes")
+    return text_of(data, where, f"convert it, or keep the bytes with --schema {_word(extension)}=bytes")
