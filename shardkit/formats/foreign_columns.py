@@ -212,7 +212,15 @@ def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
     try:
         if kind.logical is None and pa.types.is_temporal(column.type) and pa.types.is_integer(target):
             column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())
-        return column if column.type == target else column.cast(target)
+        is_text = is_string(column.type)
+        if is_text and pa.types.is_floating(target):
+            column = column.cast(pa.float64())
+        made = column if column.type == target else column.cast(target)
+        if not _overflows(column, made):
+            return made
+        if is_text:
+            raise pa.ArrowInvalid("a value overflows")
+        return None
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         if is_number(column.type) and is_number(target):
             return None  # encoded one by one: the schema names the rows that do not fit
@@ -220,6 +228,18 @@ def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
             f"{where}: {column.type} cannot be made {kind} ({error}); choose another type: --schema "
             f"{shell_word(name)}=TYPE"
         ) from error
+
+
+def _overflows(column: Any, made: Any) -> bool:
+    """Return True if a cast has made a number infinite, which pyarrow does without an error."""
+    if (
+        not pa.types.is_floating(made.type)
+        or made.type == column.type
+        or not pa.types.is_floating(column.type)
+    ):
+        return False
+    wide, narrow = (one.to_numpy(zero_copy_only=False) for one in (column, made))
+    return bool((np.isinf(narrow) & ~np.isinf(wide)).any())
 
 
 def _fixed_array(column: Any, kind: FieldType, name: str) -> Any:

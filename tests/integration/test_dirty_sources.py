@@ -466,3 +466,33 @@ def test_files_that_are_tables_of_other_programs_are_no_samples(
     (tmp_path / f"a.{suffix}").write_bytes(b"x")
     with pytest.raises(ShardkitError, match=rf"files of \.{suffix} are not read.*--from folder"):
         way(tmp_path / f"a.{suffix}", tmp_path / "root")
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [
+        (pa.array([0.5, 1e300]), "float32"),
+        (pa.array(["0.5", "1e300"]), "float32"),
+        (pa.array([0.5, -1e6], pa.float32()), "float16"),
+        (pa.array([[0.5], [1e300]]), "float32[*]"),
+    ],
+)
+def test_numbers_that_a_type_cannot_hold_do_not_become_infinite(
+    way: Way, column: Any, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": column}), path)
+    with pytest.raises(ShardkitError, match=r"a\.parquet (row 1|from row 0 on).*overflows"):
+        way(path, tmp_path / "root", field_types={"x": kind})
+    inf = pa.array([float("inf"), float("-inf"), None, 1.5])
+    pq.write_table(pa.table({"x": inf}), path)
+    rows, _ = way(path, tmp_path / "root", field_types={"x": "float32?"})
+    assert [row["x"] for row in rows] == [float("inf"), float("-inf"), None, 1.5]
+
+
+def test_rows_that_an_adoption_cannot_leave_out_are_said(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [[1, None], [2]]}), tmp_path / "a.parquet")
+    with pytest.raises(ShardkitError, match=r"leaves out no rows of a table.*build --on-error skip"):
+        adopted(tmp_path / "a.parquet", tmp_path / "root", skip=True)
+    assert built(tmp_path / "a.parquet", tmp_path / "built", skip=True)[0][0]["x"].tolist() == [2]

@@ -80,7 +80,14 @@ class EncodedBlocks:
         schema = Schema({name: kind for name, kind in self.schema.items() if name in fields})
         memory, first, seen = 0, sum(self._rows), 0
         for batch in batches:
-            columns = foreign_columns(batch, schema, self.constants, self.task.file.path, first + seen)
+            try:
+                columns = foreign_columns(batch, schema, self.constants, self.task.file.path, first + seen)
+            except SourceError as error:
+                if "--on-error skip" not in str(error):
+                    raise
+                raise SourceError(
+                    f"{error}; an adoption leaves out no rows of a table: {BUILD_INSTEAD} --on-error skip"
+                ) from None
             memory, seen = memory + memory_of(columns.values()), seen + batch.num_rows
             self.check_size(what, memory)
         return memory, seen
