@@ -212,11 +212,10 @@ def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
     try:
         if kind.logical is None and pa.types.is_temporal(column.type) and pa.types.is_integer(target):
             column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())
-        is_text = is_string(column.type)
-        if is_text and pa.types.is_floating(target):
-            column = column.cast(pa.float64())
-        made = column if column.type == target else column.cast(target)
-        if not _overflows(column, made):
+        is_text = is_string(column.type) and pa.types.is_floating(target)
+        wide = column.cast(pa.float64()) if is_text else column
+        made = wide if wide.type == target else wide.cast(target)
+        if not _overflows(wide, made):
             return made
         if is_text:
             raise pa.ArrowInvalid("a value overflows")
