@@ -496,3 +496,24 @@ def test_rows_that_an_adoption_cannot_leave_out_are_said(tmp_path: Path) -> None
     with pytest.raises(ShardkitError, match=r"leaves out no rows of a table.*build --on-error skip"):
         adopted(tmp_path / "a.parquet", tmp_path / "root", skip=True)
     assert built(tmp_path / "a.parquet", tmp_path / "built", skip=True)[0][0]["x"].tolist() == [2]
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("name", "data", "types"),
+    [
+        ("a.tar", tar_of([("a.txt", b"\xff"), ("b.txt", b"\xfe")]), {}),
+        ("a.csv", b"x\na\nb\n", {"x": "int64"}),
+        ("a.jsonl", b'{"x": "a"}\n', {"x": "int64"}),
+        ("a.txt", b"\xff", {}),
+        ("a.png", b"\xff", {}),
+    ],
+)
+def test_a_source_whose_samples_are_all_left_out_is_refused(
+    way: Way, name: str, data: bytes, types: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ShardkitError, match=r"no samples? "):
+        way(tmp_path / name, tmp_path / "root", skip=True, field_types=types)
+    with pytest.raises(ShardkitError):  # nothing was committed
+        shardkit.open(tmp_path / "root")

@@ -350,7 +350,13 @@ class _Adopting:
                 raise SourceError(
                     f"{task}: the same bytes as {first}, its samples would be there twice; name one of them"
                 )
-        return [found[task.number] for task in self._tasks if found[task.number].rows]
+        filled = [found[task.number] for task in self._tasks if found[task.number].rows]
+        if not filled:
+            why = f" ({self._skipped[0]})" if self._skipped else ""
+            raise SourceError(
+                f"{self._tasks[0]}: no sample can be read{why}, so there is nothing to adopt; give files with samples"
+            )
+        return filled
 
     def make(self, repository: Repository, found: Sequence[AdoptedShard]) -> Manifest:
         self._meter.begin("commit")
