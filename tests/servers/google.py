@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import email.utils
+import functools
 import hashlib
 import http.server
 import itertools
@@ -70,7 +71,7 @@ class _Object:
     metadata: Mapping[str, str]
     modified: float
 
-    @property
+    @functools.cached_property  # each answer has it
     def md5(self) -> bytes:
         return hashlib.md5(self.data, usedforsecurity=False).digest()
 
