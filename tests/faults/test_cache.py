@@ -503,7 +503,7 @@ class TestServing:
                 f"http://127.0.0.1:{silent.getsockname()[1]}",
             ]
             asked = [[0], [1], [1, 0], [2], [3], []]
-            store = LocatedStore([Location(name="a", store=source)], settings=ReadSettings(deadline_s=10))
+            store = LocatedStore([Location(name="a", store=source)], settings=ReadSettings(deadline_s=300))
             events: list[ReadEvent] = []
             store.listen(events=events.append)
             nearby = NearbyCaches(urls, lambda request: asked[request.block], store.read_events)
@@ -512,7 +512,7 @@ class TestServing:
             begun = time.monotonic()
             for request, data in blocks:
                 assert bytes(fetcher.read(store, request)) == data
-            assert time.monotonic() - begun < 6
+            assert time.monotonic() - begun < 150, "a neighbour has seconds, and not until the deadline"
             asked = [[1, 2, 3]] * 6  # those that failed rest: nobody waits for them again
             own.drop(blocks[0][0].sha256)
             requests = store.read_events.stats()["remote_requests"]
