@@ -11,7 +11,7 @@ import numpy as np
 import sklearn
 from PIL import Image
 
-__all__ = ["JPEG", "PNG", "encoded", "photograph"]
+__all__ = ["JPEG", "PNG", "encoded", "grey", "photograph"]
 
 _FOLDER = Path(sklearn.__file__).parent / "datasets" / "images"
 
@@ -32,6 +32,11 @@ def encoded(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
     sink = io.BytesIO()
     image.save(sink, format, **options)
     return sink.getvalue()
+
+
+def grey(shade: int) -> bytes:
+    """A grey PNG that any decoder reads."""
+    return encoded(Image.new("L", (4, 3), shade), "PNG")
 
 
 JPEG: Final = encoded(Image.new("RGB", (1, 1)))

@@ -21,6 +21,7 @@ import pytest
 
 from shardkit.formats import Schema
 from tests.format_conformance import write_shard
+from tests.pictures import grey
 
 SCHEMA = Schema.parse(
     {
@@ -38,20 +39,11 @@ COUNT = 21
 ARROW = ["none", "zstd"]
 
 
-def png(shade: int) -> bytes:
-    """A grey image that any decoder reads."""
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.new("L", (4, 3), shade).save(buffer, "png")
-    return buffer.getvalue()
-
-
 @pytest.fixture(scope="module")
 def samples() -> list[dict[str, Any]]:
     return [
         {
-            "image": png(i),
+            "image": grey(i),
             "text": f"größe {i}" * (i % 3),
             "meta": {"n": i, "list": ["a", None, "ü"]},
             "label": i - 10,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from shardkit_tools.commands import export as exporting
 from shardkit_tools.importers.protocol import ImportOptions
 from tests.command_line import typed as call
 from tests.faults.killed_operations import run_in_child
+from tests.pictures import grey
 
 TYPES = {
     "number": "int64", "small": "uint8", "huge": "uint64?", "ok": "bool?", "score": "float32?", "half": "float16",
@@ -133,7 +133,7 @@ def test_members_have_the_names_that_webdataset_gives_them(tmp_path: Path) -> No
     import tarfile
 
     types = {"image": "bytes", "label": "int64", "text": "str", "meta": "json", "left": "bytes"}
-    sample = {"image": png(1), "label": 3, "text": "a", "meta": {"b": 1}, "left": png(2)}
+    sample = {"image": grey(1), "label": 3, "text": "a", "meta": {"b": 1}, "left": grey(2)}
     with shardkit.create(tmp_path / "a", types) as writer:
         for key in ("a/b", "dotted.key", "k" * 90):
             writer.add(sample, key=key)
@@ -156,19 +156,11 @@ PICTURES = {
 }
 
 
-def png(shade: int) -> bytes:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.new("L", (4, 3), shade).save(buffer, "png")
-    return buffer.getvalue()
-
-
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
     samples = [
         {
-            "image": png(number), "label": number % 5, "caption": None if number % 4 == 1 else f"größe {number}",
+            "image": grey(number), "label": number % 5, "caption": None if number % 4 == 1 else f"größe {number}",
             "tokens": np.arange(number % 4, dtype=np.int32), "pixels": np.full((2, 3), number, np.uint8),
         }
         for number in range(COUNT)
@@ -228,7 +220,7 @@ def test_webdataset_and_datasets_read_pictures(pictures: str, tmp_path: Path) ->
 def test_class_names_go_along(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         (tmp_path / "photos" / name).mkdir(parents=True)
-        (tmp_path / "photos" / name / "1.png").write_bytes(png(3))
+        (tmp_path / "photos" / name / "1.png").write_bytes(grey(3))
     shardkit_tools.build(str(tmp_path / "photos"), str(tmp_path / "a"))
     export(tmp_path / "a", "hf", tmp_path / "hf")
     shardkit_tools.build(str(tmp_path / "hf"), str(tmp_path / "b"))

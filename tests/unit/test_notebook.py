@@ -15,14 +15,7 @@ import shardkit
 from shardkit.notebook import value_text
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.records import record_path
-
-
-def png(shade: int) -> bytes:
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    Image.new("L", (4, 3), shade).save(buffer, "png")
-    return buffer.getvalue()
+from tests.pictures import grey
 
 
 def pixels(data: bytes) -> bytes:
@@ -40,7 +33,7 @@ def made(root: Path, pictures: list[bytes]) -> shardkit.Dataset:
 
 
 def test_fields_strata_and_pictures_are_shown_escaped(tmp_path: Path) -> None:
-    pictures = [png(number) for number in range(40)]
+    pictures = [grey(number) for number in range(40)]
     ds = made(tmp_path / "a", pictures)
     page = ds._repr_html_()
     assert "<script" not in page
@@ -57,12 +50,12 @@ def test_fields_strata_and_pictures_are_shown_escaped(tmp_path: Path) -> None:
 
 
 def test_large_files_stay_out_of_the_notebook(tmp_path: Path) -> None:
-    ds = made(tmp_path / "a", [png(1) + bytes(5 << 20)] * 8)
+    ds = made(tmp_path / "a", [grey(1) + bytes(5 << 20)] * 8)
     assert len(ds._repr_html_()) < 10_000
 
 
 def test_damage_is_said_and_nothing_of_it_shown(tmp_path: Path) -> None:
-    ds = made(tmp_path / "a", [png(number) for number in range(8)])
+    ds = made(tmp_path / "a", [grey(number) for number in range(8)])
     [shard] = (tmp_path / "a" / "objects").rglob("*.tar")
     data = bytearray(shard.read_bytes())
     data[600] ^= 1
