@@ -116,6 +116,13 @@ def _lead_session(arguments: Sequence[str]) -> None:
     become_rank(arguments)
 
 
+def become_command(arguments: Sequence[str]) -> None:
+    """``shardkit …``."""
+    from shardkit_tools.main import run
+
+    run(arguments)
+
+
 def train_alone(overrides: Sequence[str]) -> None:
     """``shardkit train`` with one rank."""
     from shardkit_trainer import launch

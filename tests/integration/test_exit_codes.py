@@ -17,7 +17,7 @@ import pytest
 import shardkit
 from shardkit_tools.main import COMMANDS
 from tests.command_line import ForkedCommand, call, output_of
-from tests.integration.forked import launch_forked
+from tests.integration.forked import OUTPUT, Forked, become_command, launch_forked
 from tests.pictures import PNG
 
 README = Path(__file__).parents[2] / "README.md"
@@ -259,12 +259,9 @@ def test_a_command_ends_with_the_code_of_the_table(
     if case in ("missing", "unreachable") and name in CHECKS:
         expected = 3
     if name == "train":
-        program = [sys.executable, "-m", "shardkit_tools", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            program, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        code, told = done.returncode, done.stdout + done.stderr
+        environment = {**os.environ, OUTPUT: str(tmp_path / "said")}
+        code = Forked(become_command, arguments, environment=environment).wait(300) or 0
+        told = "".join(path.read_text() for path in tmp_path.glob("said.*"))
     else:
         code, told = call(*arguments)
     assert code == expected, (arguments, told)
