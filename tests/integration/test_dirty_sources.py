@@ -302,13 +302,14 @@ def test_keys_of_a_table_that_an_adoption_does_not_use_are_named(tmp_path: Path)
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (gzip.compress(b'{"a": 1}\n'), "name it .gz"),
+        (gzip.compress(b'{"a": 1}\n', mtime=0), "name it .gz"),
         ('{"a": 1}\n'.encode("utf-16"), "iconv -f UTF-16"),
         (b'{"a": 1}{"a": 2}\n', "several values in one line"),
         (b'{"a": 1},\n{"a": 2},\n', "a comma after the object"),
         (b'{\n "a": 1\n}\n', "continues on the next line"),
         (b'{"a": 1}\nnull\n', "not an object"),
     ],
+    ids=["gzip", "utf-16", "one-line", "commas", "indented", "null"],
 )
 def test_text_that_is_no_json_lines_is_refused_with_the_way_on(
     way: Way, data: bytes, expected: str, tmp_path: Path
@@ -328,6 +329,7 @@ def test_text_that_is_no_json_lines_is_refused_with_the_way_on(
         ("a.csv", "7,a\n8,b\n", "a column of numbers '7'"),
         ("a.csv", "x\n1\n\\N\n", "takes such cells as missing values"),
     ],
+    ids=["data", "pandas", "savetxt", "part", "null"],
 )
 def test_guesses_that_may_lose_samples_or_values_are_said(
     way: Way, name: str, text: str, expected: str, tmp_path: Path
@@ -508,6 +510,7 @@ def test_rows_that_an_adoption_cannot_leave_out_are_said(tmp_path: Path) -> None
         ("a.txt", b"\xff", {}),
         ("a.png", b"\xff", {}),
     ],
+    ids=["tar", "csv", "jsonl", "txt", "png"],
 )
 def test_a_source_whose_samples_are_all_left_out_is_refused(
     way: Way, name: str, data: bytes, types: dict[str, str], tmp_path: Path
