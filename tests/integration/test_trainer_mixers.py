@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from shardkit.telemetry.records import read_documents
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import Summary, train
 from tests.command_line import call, output_of
+from tests.integration.forked import OUTPUT, become_rank, start_ranks
 
 STEPS = 40
 MIXED = """
@@ -141,27 +139,21 @@ def test_a_job_that_is_killed_continues_on_other_ranks(tmp_path: Path, texts: st
     (tmp_path / "whole").mkdir()
     start(tmp_path / "whole", texts, **more)
     start(tmp_path, texts, **more | {"run.steps": 6})
-    endless = [*_overrides(tmp_path, texts), "run.steps=100000", "parallel.exact=fp64"]
-    command = [
-        sys.executable,
-        "-m",
-        "shardkit_tools",
-        "train",
+    endless = [
         str(tmp_path / "run.toml"),
-        "--nproc",
-        "2",
-        *endless,
+        *_overrides(tmp_path, texts),
+        "run.steps=100000",
+        "parallel.exact=fp64",
     ]
-    with (tmp_path / "out").open("ab") as out:
-        job = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    ranks = start_ranks(2, become_rank, endless, environment={**os.environ, OUTPUT: str(tmp_path / "job")})
     try:
         while max(one.get("step", 0) for one in read_documents(run / "metrics" / "train.jsonl")) < 17:
-            assert job.poll() is None, (tmp_path / "out").read_text()
+            assert [rank.poll() for rank in ranks] == [None, None], (tmp_path / "job.err").read_text()
             time.sleep(0.02)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+        for rank in ranks:
+            rank.kill()
+        assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 2
     taken = int(load_run(run).branch["step"].max()) + 1
     assert start(tmp_path, texts, **more | {"run.steps": max(STEPS, taken + 12)}).finished
     whole, killed = (load_run(path).branch["digest"] for path in (tmp_path / "whole" / "run", run))
