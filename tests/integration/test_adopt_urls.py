@@ -355,10 +355,10 @@ def test_scrub_audits_tars_in_a_bucket_without_reading_them(
 
 ADOPTER = """
 import sys
-from shardkit_tools.adopting import adopt
+from shardkit_tools.adopting import adopt, adoption
 from shardkit_tools.building import engines
 if __name__ == "__main__":
-    engines.SMALL_BYTES = 0
+    engines.SMALL_BYTES, adoption._GROUP_FILES = 0, 1
     def tell(now):
         print(now.phase, flush=True)
     adopt([sys.argv[1]], sys.argv[2], block_size="8KiB", jobs=2, scratch=sys.argv[3], progress=tell)
@@ -375,6 +375,7 @@ def test_killed_adoptions_from_s3_into_s3_go_on(
         with localstack(tmp_path / "localstack", BUCKET) as endpoint:
             for name, value in s3_environment(endpoint).items():
                 monkeypatch.setenv(name, value)
+            monkeypatch.setattr(adoption_module, "_GROUP_FILES", 1)  # so that work is done before a kill
             theirs = f"s3://{BUCKET}/theirs"
             for number in range(12):
                 put(endpoint, f"{theirs}/{number:02d}.tar", tars[number % 3] + bytes(512 * number))
