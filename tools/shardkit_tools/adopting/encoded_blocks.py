@@ -86,7 +86,7 @@ class EncodedBlocks:
                 if "--on-error skip" not in str(error):
                     raise
                 raise SourceError(
-                    f"{error}; an adoption leaves out no rows of a table: {BUILD_INSTEAD} --on-error skip"
+                    f"{error}; shardkit adopt leaves out no rows of a table: {BUILD_INSTEAD} --on-error skip"
                 ) from None
             memory, seen = memory + memory_of(columns.values()), seen + batch.num_rows
             self.check_size(what, memory)
