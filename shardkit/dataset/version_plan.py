@@ -401,7 +401,7 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
 
 
 def _schema_difference(held: Schema, new: Schema) -> str:
-    """Return how the schema of new rows differs from that of the base; "" if it does not."""
+    """Return how the schema of new rows differs from the base's; "" if it does not."""
     if held.to_json() == new.to_json():
         return ""
     names = {name: (held.get(name), new.get(name)) for name in (*held, *new)}

@@ -56,7 +56,7 @@ def foreign_block(index: ShardIndex, block: int, parts: Parts, fields: Sequence[
         fields: Fields to decode.
 
     Returns:
-        The block, with the memory that its columns take; that of the index is an estimate.
+        The block, with the memory that its columns take; the index has an estimate.
 
     Raises:
         FormatError: The bytes are not valid.

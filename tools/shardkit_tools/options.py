@@ -29,7 +29,7 @@ _ADVICE = re.compile(r"(?:shardkit|tar)\b[^;:,()]*|(?<![\w-])--[a-z][a-z-]+")
 
 
 def advice_for(command: Any, text: str) -> str:
-    """Return a message of an importer in which options that a command lacks are those of `shardkit build`.
+    """Return a message of an importer that names `shardkit build` before each option that a command lacks.
 
     Args:
         command: the click command that prints the message.

@@ -70,7 +70,7 @@ class BlockFetcher:
         self._step = 0
         self._in_flight = 0  # blocks that are being read ahead
         self._is_full = False  # no room until an eighth of the memory is free
-        self._awaited: Callable[[], bool] = lambda: False  # what the reading ahead waits for
+        self._awaited: Callable[[], bool] = lambda: False  # condition that the reading ahead waits for
         self._stopped = threading.Event()  # ends the threads of the last `follow`
 
     def read(self, store: LocatedStore, request: BlockRequest) -> Buffer:

@@ -91,7 +91,7 @@ class LocatedRows:
         self._tables.append(table)
 
     def check_value(self, raw: NDArray[np.uint8], span: ArrayLike, name: str, row: str) -> None:
-        """Check one value, the (offset, size) of which is `span`.
+        """Check one value; `span` is its (offset, size).
 
         Raises:
             SourceError: It cannot be decoded; the message names file and row.

@@ -126,7 +126,7 @@ class _RowGroup:
         return chunks
 
     def batches(self, names: Iterable[str], most_rows: int | None = None) -> Iterator[Any]:
-        """Decode some fields; those that the file lacks are left out."""
+        """Decode some fields; fields that the file lacks are left out."""
         view = SparseFile(self.file.size, {self.start: self.data})
         present = [name for name in names if name in self.owners]
         groups = range(self.number, self.number + 1)

@@ -443,7 +443,7 @@ class _Reader:
         return data
 
     def _read_some(self, size: int) -> bytes:
-        """Return at most `size` bytes, first those that were read ahead; none at the end of the file."""
+        """Return at most `size` bytes, first bytes that were read ahead; none at the end of the file."""
         if self._next == len(self._buffer):
             if size > _BUFFER_BYTES:
                 # in pieces, so that a header that claims gigabytes does not allocate them before they are read
