@@ -68,7 +68,10 @@ class _Program(GroupPage):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; called by typer."""
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # Python's own flush at the end of the process would print an exception
         except KeyboardInterrupt as interrupt:
             _fail(str(interrupt) or "interrupted", exit_code(interrupt))
         except BrokenPipeError:

@@ -1,12 +1,15 @@
-"""Measure adopted Parquet files next to peers that read the same files, shuffled; adoption; opening many files.
+"""Measure adopted files next to peers that read the same files, shuffled; adoption; opening many files.
 
-    python tools/bench/adopted_tables.py read --litdata-python PATH --out tools/bench/results/DATE-adopted-tables
-    python tools/bench/adopted_tables.py adopt --size 10GB
-    python tools/bench/adopted_tables.py open --files 100000
+    python tools/bench/adopted.py read --peers FOLDER --out tools/bench/results/adopted
+    python tools/bench/adopted.py adopt --size 10GB
+    python tools/bench/adopted.py open --files 100000
 
-read: every reader is a process of its own and goes once through the rows in shuffled batches, from the page cache.
-Readers take turns; a rate is the median over rounds. pyarrow.dataset does not shuffle and is the limit of decoding.
-The digest of a reader's rows, order left out, must be the digest of the files.
+read: Parquet files of pictures and of text, a file of tokens (`.bin`) and a folder of MDS. Every reader is a process of
+its own and goes once through the rows in batches, from the page cache. Readers take turns; a rate is the median over
+rounds. pyarrow.dataset does not shuffle and is the limit of decoding; numpy.memmap takes permuted rows and is the limit
+of copying. The digest of a reader's rows, order left out, must be the digest of the files, except of nanoGPT's loop,
+which draws windows with replacement. FOLDER has the environments `litdata` and `mosaicml_streaming` of
+`bench/interruptions`.
 
 adopt: an adoption in one process beside a pass that reads the same files and computes SHA-256 twice and XXH3, which an
 adoption needs (of the file, of its blocks), in seconds and in processor seconds; lines and tars have an eighth of the
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -33,7 +37,27 @@ import time
 from pathlib import Path
 
 BATCH = 64
-READERS = ("shardkit", "datasets map", "datasets streaming", "litdata", "pyarrow.dataset")
+_TABLE_READERS = ("shardkit", "datasets map", "datasets streaming", "litdata", "pyarrow.dataset")
+READERS = {
+    "pictures": _TABLE_READERS,
+    "text": _TABLE_READERS,
+    "tokens": ("shardkit", "nanoGPT's loop", "numpy.memmap"),
+    "mds": ("shardkit", "streaming"),
+}
+_LIMITS = ("pyarrow.dataset", "numpy.memmap")
+_OTHERS = {"litdata": "litdata", "streaming": "mosaicml_streaming"}  # reader → environment
+_MODULES = {
+    "shardkit": ("shardkit.dataset.dataset", "shardkit.loader.loader", "torch"),
+    "datasets map": ("datasets",),
+    "datasets streaming": ("datasets",),
+    "litdata": ("litdata.streaming.item_loader",),
+    "pyarrow.dataset": ("pyarrow.dataset",),
+    "nanoGPT's loop": ("numpy", "torch"),
+    "numpy.memmap": ("numpy", "torch"),
+    "streaming": ("streaming",),
+}
+"""Imported before a reader's time begins; opening the files belongs to it."""
+_TOKENS_A_ROW = 1024
 SHUFFLE_BUFFER = 1000  # rows, the default of datasets
 
 
@@ -42,20 +66,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("read", "adopt", "open", "reader"))
+    parser.add_argument("what", choices=("read", "adopt", "open", "reader", "write-mds"))
     parser.add_argument("reader", nargs="?", help="of `reader`, which `read` starts")
     parser.add_argument("--folder", type=Path, help="scratch; default: a temporary folder")
-    parser.add_argument("--workload", choices=("pictures", "text"))
+    parser.add_argument("--workload", choices=tuple(READERS))
     parser.add_argument("--size", default="400MB", help="bytes of the files of a workload")
     parser.add_argument("--files", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--litdata-python", default=sys.executable, help="interpreter that has litdata and polars"
-    )
+    parser.add_argument("--peers", type=Path, help="folder of environments")
     parser.add_argument("--out", type=Path, help="path without suffix for .md and .json")
     options = parser.parse_args()
     if options.what == "reader":
         print(json.dumps(_epoch(options.reader, options.folder, options.workload)))
+        return
+    if options.what == "write-mds":
+        write_mds(options.folder, int(options.size))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         found = {"read": _read, "adopt": _adopt, "open": _open}[options.what](Path(scratch), options)
@@ -97,20 +122,28 @@ def write_files(folder: Path, workload: str, num_bytes: int) -> None:
 
 def _read(scratch: Path, options: argparse.Namespace) -> dict:
     from shardkit.ranges import parse_size
-    from shardkit_tools.adopting import adopt
+
+    def python_of(name: str) -> Path:
+        return options.peers / _OTHERS[name] / "bin" / "python" if name in _OTHERS else Path(sys.executable)
 
     results = {}
-    for workload in ("pictures", "text"):
+    for workload, readers in READERS.items():
         folder = scratch / workload
-        write_files(folder / "files", workload, parse_size(options.size))
-        adopt([folder / "files"], folder / "root")
-        rates: dict[str, list[float]] = {name: [] for name in READERS}
-        digests: dict[str, set[str]] = {name: set() for name in READERS}
+        folder.mkdir()
+        size = parse_size(options.size)
+        if workload == "mds":
+            writing = [__file__, "write-mds", "--folder", folder / "files", "--size", size]
+            subprocess.run([str(one) for one in (python_of("streaming"), *writing)], check=True)
+        else:
+            {"tokens": write_tokens}.get(workload, write_files)(folder / "files", workload, size)
+        _adopt_workload(folder, workload)
+        rates: dict[str, list[float]] = {name: [] for name in readers}
+        digests: dict[str, set[str]] = {name: set() for name in readers}
         failures: dict[str, str] = {}
-        for _, name in itertools.product(range(options.repeats), READERS):
+        for _, name in itertools.product(range(options.repeats), readers):
             if name in failures:
                 continue
-            python = options.litdata_python if name == "litdata" else sys.executable
+            python = python_of(name)
             command = [python, __file__, "reader", name, "--folder", folder, "--workload", workload]
             done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False,
                                   env={**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"})  # fmt: skip
@@ -120,27 +153,40 @@ def _read(scratch: Path, options: argparse.Namespace) -> dict:
             found = json.loads(done.stdout.splitlines()[-1])
             rates[name].append(found["rows"] / found["seconds"])
             digests[name].add(found["digest"])
-        truth = digests["pyarrow.dataset"]
+        truth = digests[next((name for name in readers if name in _LIMITS), readers[-1])]
         results[workload] = {
             name: {
                 "rows_per_s": round(statistics.median(rates[name])),
                 "range": [round(min(rates[name])), round(max(rates[name]))],
                 "same_rows": digests[name] == truth,
             }
-            for name in READERS
+            for name in readers
             if rates[name]
         } | {name: {"failure": why} for name, why in failures.items()}
     return results
 
 
+def _adopt_workload(folder: Path, workload: str) -> None:
+    from shardkit_tools.adopting import adopt
+    from shardkit_tools.importers import ImportOptions
+
+    options = ImportOptions(dtype="uint16", row=_TOKENS_A_ROW) if workload == "tokens" else ImportOptions()
+    adopt([folder / "files"], folder / "root", options=options)
+
+
 def _epoch(name: str, folder: Path, workload: str) -> dict:
+    for module in _MODULES[name]:
+        importlib.import_module(module)
     field = "image" if workload == "pictures" else "text"
     batches = {
-        "shardkit": _shardkit,
+        "shardkit": _shardkit_tokens if workload == "tokens" else _shardkit,
         "datasets map": _datasets_map,
         "datasets streaming": _datasets_streaming,
         "litdata": _litdata,
         "pyarrow.dataset": _pyarrow,
+        "nanoGPT's loop": _nanogpt,
+        "numpy.memmap": _memmap,
+        "streaming": _streaming,
     }[name](folder, field)
     rows, total = 0, 0
     started = time.perf_counter()
@@ -206,7 +252,84 @@ def _pyarrow(folder: Path, field: str):
         yield batch[field].to_pylist(), batch["id"].to_pylist()
 
 
+def _shardkit_tokens(folder: Path, _: str):
+    import numpy as np
+    import torch
+
+    import shardkit
+
+    ds = shardkit.open(folder / "root")
+    plan = ds.plan(global_batch=BATCH, lanes=1, remainder="short")
+    with ds.loader(plan, rank=0, world=1, tensors=False) as loader:
+        for batch in loader:
+            rows = torch.from_numpy(batch["tokens"].astype(np.int64))
+            yield rows, rows[:, 0]
+
+
+def _nanogpt(folder: Path, _: str):
+    """Draw windows as the function `get_batch` of nanoGPT does."""
+    import numpy as np
+    import torch
+
+    rows = (folder / "files" / "train.bin").stat().st_size // (2 * _TOKENS_A_ROW)
+    for _ in range(rows // BATCH):
+        data = np.memmap(folder / "files" / "train.bin", dtype=np.uint16, mode="r")
+        starts = torch.randint(len(data) - _TOKENS_A_ROW, (BATCH,))
+        windows = torch.stack(
+            [torch.from_numpy(data[at : at + _TOKENS_A_ROW].astype(np.int64)) for at in starts]
+        )
+        yield windows, windows[:, 0]
+
+
+def _memmap(folder: Path, _: str):
+    import numpy as np
+    import torch
+
+    data = np.memmap(folder / "files" / "train.bin", dtype=np.uint16, mode="r").reshape(-1, _TOKENS_A_ROW)
+    order = np.random.default_rng(0).permutation(len(data))
+    for start in range(0, len(order), BATCH):
+        rows = torch.from_numpy(data[order[start : start + BATCH]].astype(np.int64))
+        yield rows, rows[:, 0]
+
+
+def _streaming(folder: Path, field: str):
+    from streaming import StreamingDataset
+
+    data = StreamingDataset(local=str(folder / "files"), shuffle=True, batch_size=BATCH)
+    rows: list[dict] = []
+    for row in data:
+        rows.append(row)
+        if len(rows) == BATCH:
+            yield [one[field] for one in rows], [one["id"] for one in rows]
+            rows = []
+    yield [one[field] for one in rows], [one["id"] for one in rows]
+
+
 # ---- Adoption and opening
+
+
+def write_tokens(folder: Path, _: str, num_bytes: int) -> None:
+    """Write a file of tokens as nanoGPT's scripts do."""
+    import numpy as np
+
+    folder.mkdir()
+    rows = num_bytes // (2 * _TOKENS_A_ROW)
+    tokens = np.random.default_rng(3).integers(0, 50_257, rows * _TOKENS_A_ROW, dtype=np.uint16)
+    tokens.tofile(folder / "train.bin")
+
+
+def write_mds(folder: Path, num_bytes: int) -> None:
+    """Write the texts of `write_files` as MDS."""
+    import numpy as np
+    from streaming import MDSWriter
+
+    chance, words = np.random.default_rng(3), np.array([f"word{n}" for n in range(5000)])
+    number = written = 0
+    with MDSWriter(out=str(folder), columns={"text": "str", "id": "int"}) as out:
+        while written < num_bytes:
+            text = " ".join(words[chance.integers(0, 5000, chance.integers(20, 400))])
+            out.write({"text": text, "id": number})
+            number, written = number + 1, written + len(text)
 
 
 def write_lines(folder: Path, num_bytes: int) -> None:
@@ -333,16 +456,26 @@ def _open(scratch: Path, options: argparse.Namespace) -> dict:
 def _table(document: dict) -> str:
     facts = document["facts"]
     lines = [
-        f"# Adopted tables: {document['what']}",
+        f"# Adopted files: {document['what']}",
         "",
         f"{facts['cpus']} × {facts['processor']}, {facts['date']}; files of {document['size']} a workload.",
         "",
     ]
     for name, result in document["results"].items():
-        lines += [f"- {name}: {json.dumps(value)}" for value in [result]]
-    return "\n".join(lines) + "\n"
+        if document["what"] != "read":
+            lines.append(f"- {name}: {json.dumps(result)}")
+            continue
+        lines += [f"## {name}", "", "| reader | rows a second (range) | each row once |", "|---|---|---|"]
+        for reader, found in result.items():
+            label = f"limit: {reader}" if reader in _LIMITS else reader
+            rate = "{:,} ({:,}–{:,})".format(found["rows_per_s"], *found["range"]) if "range" in found else ""
+            lines.append(
+                f"| {label} | {rate or found['failure']} | {'yes' if found.get('same_rows') else 'no'} |"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[0] = str(Path(__file__).parents[1])  # this folder has a module `datasets`, too
     main()
