@@ -11,7 +11,7 @@ of copying. The digest of a reader's rows, order left out, must be the digest of
 which draws windows with replacement. FOLDER has the environments `litdata` and `mosaicml_streaming` of
 `bench/interruptions`.
 
-adopt: an adoption in one process beside a pass that reads the same files and computes SHA-256 twice and XXH3, which an
+adopt: an adoption in one process, and a pass that reads the same files and computes SHA-256 twice and XXH3, which an
 adoption needs (of the file, of its blocks), in seconds and in processor seconds; lines and tars have an eighth of the
 bytes. open: a manifest of N adopted files, opened and planned in a new process.
 """
