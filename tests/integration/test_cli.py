@@ -553,7 +553,7 @@ def test_a_reader_that_goes_away_is_no_error(built: Path, command: str, buffered
     environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
     reader, writer = os.pipe()
     os.close(reader)
-    words = [*PROGRAM, command, built]
+    words = [*PROGRAM, command, str(built)]
     done = subprocess.run(words, env=environment, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
