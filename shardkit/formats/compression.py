@@ -16,6 +16,10 @@ from shardkit.errors import FormatError, MissingDependency, SchemaError
 MAX_WINDOW = 8 << 20
 """Bytes of a zstd window; level 19 needs no more, and RFC 8878 recommends that every decoder supports it."""
 
+_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+PACKED_HEADS: Final = {b"\x1f\x8b": "gz", _MAGIC: "zst", b"\xfd7zXZ": "xz", b"BZh": "bz2"}
+"""First bytes of compressed files → extension of their names."""
+
 MAX_LEVEL = 19
 _ZSTD = re.compile(r"zstd(?::([1-9][0-9]?))?\Z")
 MAX_RATIO = (
@@ -87,7 +91,6 @@ def decompress_frame(frame: bytes | memoryview, raw_bytes: int, what: str) -> by
 
 # ---- zstd of either library
 
-_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _own = (
     threading.local()
 )  # one decompressor per thread: creating one takes as long as decompressing a small frame

@@ -8,10 +8,10 @@ from typing import NoReturn
 
 from shardkit.errors import SourceError
 
+from .compression import PACKED_HEADS
+
 _HEADS = {
-    b"\x1f\x8b": "it is compressed with gzip: name it .gz",
-    b"\x28\xb5\x2f\xfd": "it is compressed with zstd: name it .zst",
-    b"\xfd7zXZ": "it is compressed with xz: name it .xz",
+    **{head: f"it is compressed: name it .{suffix}" for head, suffix in PACKED_HEADS.items()},
     b"\xff\xfe": "it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "it is UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
 }

@@ -1,4 +1,4 @@
-"""Batches that the loader returns, the batches of one step, and the counters of a loop."""
+"""Batches that the loader returns, the batches of one step, and the counters of loops and windows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardkit.formats import Schema, presence_of
 from shardkit.loader.packed_rows import BOUNDARIES, Documents, documents_of
 from shardkit.notebook import value_text
 
-__all__ = ["Batch", "LoaderCounts", "MissingValues", "StepBatches", "may_pin", "to_tensors"]
+__all__ = ["Batch", "LoaderCounts", "MissingValues", "StepBatches", "WindowCounts", "may_pin", "to_tensors"]
 
 
 _KNOWN_FIRST = ("lane", "slots", "weight", "valid")
@@ -255,6 +255,19 @@ class LoaderCounts:
     steps: int = 0
     substitutions: int = 0  # rows replaced or masked
     transform_s: float = 0.0  # time of the assembling thread in decoding and transforms
+
+
+@dataclass(slots=True)
+class WindowCounts:
+    """Counters of one window; plain numbers, read without a lock."""
+
+    block_loads: int = 0
+    block_reloads: int = 0  # blocks loaded again because they were evicted earlier in the epoch
+    block_uses: int = 0
+    bytes_loaded: int = 0
+    evictions: int = 0
+    load_s: float = 0.0  # seconds, summed over threads
+    peak_bytes: int = 0
 
 
 class StepBatches(NamedTuple):

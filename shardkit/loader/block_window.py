@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from shardkit.arrays import Int64s
 from shardkit.errors import UsageError
 from shardkit.loader.background import give_way
+from shardkit.loader.batch import WindowCounts
 from shardkit.loader.block_loading import AFTER, SLOT, BlockLoading
 from shardkit.loader.block_memory import BlockMemory, Loan, capacity_of
 from shardkit.loader.schedule import StepGroup
-from shardkit.loader.window_counts import WindowCounts
 
 __all__ = ["BlockWindow"]
 

@@ -11,11 +11,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from shardkit.errors import ConfigurationError, StateError, UsageError
-from shardkit.loader.batch import Batch, LoaderCounts
+from shardkit.loader.batch import Batch, LoaderCounts, WindowCounts
 from shardkit.loader.pipeline import Pipeline
 from shardkit.loader.ranks import Topology
 from shardkit.loader.resources import LoaderResources
-from shardkit.loader.window_counts import WindowCounts
 from shardkit.plan import Plan
 from shardkit.plan.natural import NaturalGrid
 from shardkit.plan.weighted import WeightedGrid

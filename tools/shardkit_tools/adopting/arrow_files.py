@@ -98,8 +98,7 @@ class ArrowFiles(TableFiles):
                 f"{where}: {what} cannot be read where it is ({error}); {BUILD_INSTEAD}"
             ) from error
         parts = (batch.slice(first, _BATCH_ROWS) for first in range(0, batch.num_rows, _BATCH_ROWS))
-        memory, seen = found.decode(what, parts, self.schema)
-        found.check_rows(what, seen, rows)
+        memory = found.decode(what, parts, self.schema, rows)
         found.add(what, rows, max(declared, memory))
 
 

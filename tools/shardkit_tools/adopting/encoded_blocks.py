@@ -71,11 +71,15 @@ class EncodedBlocks:
         """Raise SourceError if a block is too large."""
         check_block_size(self.task.file.path, what, size, self.most_bytes)
 
-    def decode(self, what: str, batches: Iterable[Any], fields: Collection[str]) -> tuple[int, int]:
-        """Decode some fields of a block with the code that will read them; return their memory and number of rows.
+    def decode(
+        self, what: str, batches: Iterable[Any], fields: Collection[str], rows: int | None = None
+    ) -> int:
+        """Decode some fields of a block with the code that will read them, and return their memory.
+
+        `rows` is the number of rows that the file states; None: `batches` are only some of them.
 
         Raises:
-            SourceError: A value does not fit the schema, or the block is too large.
+            SourceError: A value does not fit the schema, the block is too large, or it has another number of rows.
         """
         schema = Schema({name: kind for name, kind in self.schema.items() if name in fields})
         memory, first, seen = 0, sum(self._rows), 0
@@ -90,20 +94,17 @@ class EncodedBlocks:
                 ) from None
             memory, seen = memory + memory_of(columns.values()), seen + batch.num_rows
             self.check_size(what, memory)
-        return memory, seen
+        if rows is not None and seen != rows:
+            raise SourceError(
+                f"{self.task.file.path}: {what} has {seen} rows, its file says {rows}; write it again"
+            )
+        return memory
 
     def add(self, what: str, rows: int, memory: int) -> None:
         """Note a block whose rows take about `memory` bytes when they are decoded."""
         self.check_size(what, memory)
         self._memory.append(max(1, memory))
         self._rows.append(rows)
-
-    def check_rows(self, what: str, found: int, rows: int) -> None:
-        """Raise SourceError if a block has other rows than its file says."""
-        if found != rows:
-            raise SourceError(
-                f"{self.task.file.path}: {what} has {found} rows, its file says {rows}; write it again"
-            )
 
     def scanned(self, encoding: str, blocks: FilePass, common: bytes) -> ScannedFile:
         """Return the result of the pass over the file."""

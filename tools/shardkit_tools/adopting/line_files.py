@@ -13,7 +13,7 @@ import msgspec
 
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats.foreign_blocks import memory_of
-from shardkit.formats.line_blocks import UNDECODED, LineSettings, encoded_columns, read_cells
+from shardkit.formats.line_blocks import UNDECODED, encoded_columns, read_cells
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
@@ -25,7 +25,13 @@ from shardkit_tools.adopting.files import (
     TooUnevenError,
     smaller,
 )
-from shardkit_tools.adopting.plain_lines import NotPlainError, PlainLines, are_parsed, count_rows
+from shardkit_tools.adopting.plain_lines import (
+    NotPlainError,
+    PlainLines,
+    are_parsed,
+    count_rows,
+    line_settings,
+)
 from shardkit_tools.adopting.scanned_blocks import FilePass, ScannedBlocks
 from shardkit_tools.importers.csv import CsvImporter, delimiter_of, numbered_cells
 from shardkit_tools.importers.json_lines import JsonLinesImporter
@@ -123,7 +129,7 @@ class _LineScan:
 
     def run(self, report: Report) -> ScannedFile:
         found = EncodedBlocks(self.task, self.importer.schema, {})
-        self._settings = LineSettings()
+        self._settings = line_settings(self.importer, self.task.file)
         pending: list[bytes] = []  # bytes of bad rows after the last good one
         with FilePass(task=self.task) as blocks:
             held = _HeldLines(blocks.stream, self.task.file.path)
@@ -154,12 +160,8 @@ class _LineScan:
             blocks.check()
             return ScannedFile("", None, (), failures=tuple(self._failures))
         settings = msgspec.structs.replace(self._settings, skipped=tuple(self._skipped))
-        scanned = found.scanned(self._encoding, blocks, settings.to_bytes())
+        scanned = found.scanned(self.importer.name, blocks, settings.to_bytes())
         return replace(scanned, failures=tuple(self._failures))
-
-    @property
-    def _encoding(self) -> str:
-        return "jsonl" if isinstance(self.importer, JsonLinesImporter) else "csv"
 
     def _read_rows(self, held: _HeldLines, blocks: FilePass) -> Iterator[SourceSample | SourceFailure]:
         """Yield the rows; when one is yielded, `held` holds its lines and empty ones before it."""
@@ -172,11 +174,7 @@ class _LineScan:
             blocks.add_head(mark)
         else:
             blocks.stream.seek(0)
-        delimiter = delimiter_of(file, importer.encoding)
-        self._settings = LineSettings(
-            names=importer.names_of(file), delimiter=delimiter, quote=importer.quote
-        )
-        cells = numbered_cells(read_cells(held.texts(), delimiter, importer.quote), file)
+        cells = numbered_cells(read_cells(held.texts(), self._settings.delimiter, importer.quote), file)
         next(cells, None)
         blocks.add_head(held.take())
         yield from importer.rows_of(file, (row for row in cells if row[1]))

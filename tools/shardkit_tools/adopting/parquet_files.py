@@ -82,9 +82,7 @@ class ParquetFiles(TableFiles):
         """
         rows = group.facts.num_rows
         if self.importer.options.check == "decode":
-            memory, seen = found.decode(what, group.batches(self.schema), self.schema)
-            found.check_rows(what, seen, rows)
-            return memory
+            return found.decode(what, group.batches(self.schema), self.schema, rows)
         if is_first and found.task.number == 0:
             found.decode(what, islice(group.batches(self.schema), 1), self.schema)
         total = 0
@@ -94,8 +92,7 @@ class ParquetFiles(TableFiles):
             own = expected.num_bytes
             if own is None or any(chunk.facts.physical_type == "INT96" for chunk in chunks):
                 most_rows = max(1, MAX_BLOCK_BYTES // expected.longest) if expected.longest else None
-                own, seen = found.decode(what, group.batches([name], most_rows), [name])
-                found.check_rows(what, seen, rows)
+                own = found.decode(what, group.batches([name], most_rows), [name], rows)
             total += own
         return total
 

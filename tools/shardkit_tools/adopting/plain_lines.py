@@ -38,6 +38,14 @@ def are_parsed(importer: LineImporter) -> bool:
     return not needs_check and rows_to_infer(importer.source.files, 1) is None
 
 
+def line_settings(importer: LineImporter, file: SourceFile) -> LineSettings:
+    """Return how the lines of a file are read; no row of it is skipped."""
+    if isinstance(importer, JsonLinesImporter):
+        return LineSettings()
+    delimiter = delimiter_of(file, importer.encoding)
+    return LineSettings(names=importer.names_of(file), delimiter=delimiter, quote=importer.quote)
+
+
 def count_rows(importer: LineImporter, file: SourceFile, stream: BinaryIO) -> int:
     """Return the number of rows of a file.
 
@@ -82,15 +90,8 @@ class PlainLines:
                 rows = smaller(self.block_rows or int(np.searchsorted(self._ends, self.block_bytes)))
                 again = PlainLines(self.importer, self.task, self.block_bytes, self.report, rows)
                 return again.run()
-        settings, encoding = LineSettings(), "jsonl"
-        if isinstance(self.importer, CsvImporter):
-            file, encoding = self.task.file, "csv"
-            settings = LineSettings(
-                names=self.importer.names_of(file),
-                delimiter=delimiter_of(file, self.importer.encoding),
-                quote=self.importer.quote,
-            )
-        return found.scanned(encoding, blocks, settings.to_bytes())
+        settings = line_settings(self.importer, self.task.file)
+        return found.scanned(self.importer.name, blocks, settings.to_bytes())
 
     def _add(self, lines: bytes, found: EncodedBlocks, blocks: FilePass) -> None:
         ends = _row_ends(self.importer, lines)

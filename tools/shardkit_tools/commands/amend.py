@@ -57,20 +57,13 @@ def amend(
 
     Example: shardkit amend runs/a --skip 41200:41260 --message 'loss spike, broken crawl'
     """
-    request = change_request(
-        skip=skip,
-        exclude=exclude,
-        field=field,
-        allow_absent=allow_absent,
-        weights=weights,
-        from_step=from_step,
-    )
-    if sum((request is not None, listed, undo)) != 1:
+    is_change = bool(skip or exclude is not None or weights)
+    if sum((is_change, listed, undo)) != 1:
         raise UsageError("amend takes --skip, --exclude or --weights, or --list, or --undo")
     document: dict[str, Any]
     if undo:
         document = {"undone": _document(undo_amendment(run, message=message, author=author))}
-    elif request is None:
+    elif listed:
         check_run_directory(run)
         events = read_events(run)
         document = {
@@ -79,6 +72,14 @@ def amend(
             ]
         }
     else:
+        request = change_request(
+            skip=skip,
+            exclude=exclude,
+            field=field,
+            allow_absent=allow_absent,
+            weights=weights,
+            from_step=from_step,
+        )
         made = amend_run(run, request, message=message, author=author, dataset=dataset)
         document = _document(made) | {"plan": made.plan}
         if job := running_job(run):
@@ -97,10 +98,8 @@ def change_request(
     allow_absent: bool = False,
     from_step: int | None = None,
     resume_from: int | None = None,
-) -> ChangeRequest | None:
-    """Return the change that options ask for; None if they ask for none."""
-    if not skip and exclude is None and not weights and resume_from is None:
-        return None
+) -> ChangeRequest:
+    """Return the change that options ask for."""
     return ChangeRequest(
         skip=_parse_skip(skip) if skip else None,
         exclude=None if exclude is None else read_values(exclude),

@@ -97,10 +97,8 @@ def train(
         raise ConfigurationError("expected a configuration: shardkit train CONFIG [KEY=VALUE]…")
     allowed = [key.strip() for key in allow_changes.split(",") if key.strip()]
     if skip or exclude is not None or weights or resume_from:
-        from shardkit.audit.amendments import (  # imports audits, which most starts do not need
-            amend_run,
-            next_start,
-        )
+        # they import audits, which most starts do not need
+        from shardkit.audit.amendments import amend_run, next_start
         from shardkit_tools.commands.amend import change_request
 
         request = change_request(
@@ -109,7 +107,6 @@ def train(
             weights=weights,
             resume_from=_parse_checkpoint(resume_from) if resume_from else None,
         )
-        assert request is not None
         loaded = trainer.load_configuration(config, overrides or [])
         check_changes(loaded, allowed)
         made = amend_run(loaded.run.directory, request, message=message)

@@ -150,7 +150,7 @@ def _entries(index: object, where: str) -> list[dict[str, Any]]:
         raise SourceError(
             f"{where}: the index lists no shards, so there are no samples; write the dataset again"
         )
-    if not isinstance(shards, list) or not shards or not all(isinstance(entry, dict) for entry in shards):
+    if not isinstance(shards, list) or not all(isinstance(entry, dict) for entry in shards):
         raise SourceError(f"{where}: not an index of MDS shards of version 2; write the dataset again")
     for entry in shards:
         if entry.get("format") != "mds":

@@ -167,9 +167,8 @@ def _footer(file: SourceFile) -> tuple[Any, Any]:
         parquet = _open(stream, file)
         stream.seek(-8, os.SEEK_END)
         signed = int.from_bytes(stream.read(4), "little") - parquet.metadata.serialized_size
-        if (
-            signed == _SIGNATURE_BYTES
-        ):  # pyarrow ends the process if it meets an encrypted column without its key
+        # pyarrow ends the process if it meets an encrypted column without its key
+        if signed == _SIGNATURE_BYTES:
             raise SourceError(f"{file.path}: columns of it are encrypted; write it again without encryption")
         return parquet.schema_arrow, parquet.metadata
 
@@ -301,9 +300,8 @@ def _check_int96(batch: Any, fine: Any, file: SourceFile) -> None:
             )
 
 
-_SIGNATURE_BYTES = (
-    28  # of a footer in plain text; its columns are encrypted: Parquet modular encryption, section 5.5
-)
+# of a footer in plain text whose columns are encrypted: Parquet modular encryption, section 5.5
+_SIGNATURE_BYTES = 28
 _BUFFER_BYTES, _URL_BUFFER_BYTES = 2**20, 2**23  # bytes of a column that are read ahead
 _NANOS_END_MICROS = 2**63 // 1000 - 1
 _MAGIC = b"ARROW1"

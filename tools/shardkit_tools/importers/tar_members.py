@@ -21,6 +21,7 @@ import numpy as np
 
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
+from shardkit.formats.compression import PACKED_HEADS
 from shardkit_tools.importers.source_kinds import MEDIA
 
 _BLOCK = 512
@@ -50,8 +51,6 @@ _HARMLESS_PAX = frozenset(
     {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment", "LIBARCHIVE.creationtime"}
 )
 _HARMLESS_PAX_PREFIXES = ("SCHILY.", "LIBARCHIVE.xattr.", "RHT.security.")
-
-_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"BZh")  # first bytes of gzip, zstd, xz and bzip2
 
 TEXTS = frozenset(["txt", "text", "transcript"])
 FIELD_OF_EXTENSION = {
@@ -200,9 +199,8 @@ class _Headers(NamedTuple):
     """Headers of members that follow one another."""
 
     names: list[bytes]
-    places: tuple[
-        list[int], list[int], list[int]
-    ]  # of the first header and of the own one, and size of the content
+    # of the first header and of the own one, and size of the content
+    places: tuple[list[int], list[int], list[int]]
 
 
 def plain_headers(data: bytes, start: int, most: int) -> _Headers:
@@ -260,10 +258,8 @@ class _Reader:
         self._stream, self._where, self._one_name = stream, where, one_name
         self._at = 0
         self._buffer, self._next = b"", 0  # bytes that were read ahead, and the place of the next one
-        self._most, self._skip = (
-            _FEW_HEADERS,
-            0,
-        )  # headers that are parsed at once, or one by one, from now on
+        # headers that are parsed at once, or one by one, from now on
+        self._most, self._skip = _FEW_HEADERS, 0
         # values from extension headers for the next member
         self._long_name: str | None = None
         self._large_size: int | None = None
@@ -459,7 +455,7 @@ class _Reader:
         while missing:
             piece = self._read_some(missing)
             if not piece:
-                if not self._at and pieces and pieces[0].startswith(_PACKED):
+                if not self._at and pieces and pieces[0].startswith(tuple(PACKED_HEADS)):
                     self._refuse("it is compressed; name it by its compression, such as .tar.gz or .tar.zst")
                 self._refuse(
                     f"the tar ends inside {what} ({size - missing} of {size} bytes); it is cut short, fetch it again"

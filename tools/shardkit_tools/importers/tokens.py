@@ -26,10 +26,8 @@ class TokensImporter(NumpyImporter):
         return {"dtype": self.options.dtype, "row": self.options.row}
 
 
-_LLM_C, _LLM_C_BYTES = (
-    (20240520, 20240801),
-    1024,
-)  # marks and size of a header: llm.c, dev/data/data_common.py
+# marks and size of a header: llm.c, dev/data/data_common.py
+_LLM_C, _LLM_C_BYTES = (20240520, 20240801), 1024
 
 
 def open_tokens(source: Source, options: ImportOptions) -> TokensImporter | TokenDocuments:
