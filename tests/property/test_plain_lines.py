@@ -6,14 +6,13 @@ import json
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkit
 from shardkit.errors import ShardkitError
-from shardkit_tools.adopting import adopt, plain_lines
+from shardkit_tools.adopting import adopt
 from shardkit_tools.importers import ImportOptions
 
 TEXTS = st.text('a\u00e4 \\"\U0001f600', max_size=8)
@@ -52,13 +51,12 @@ def adopted(path: Path, root: Path, check: str) -> tuple[Any, ...]:
 @given(
     lines=st.lists(ROWS, min_size=1, max_size=30), cells=st.lists(CELLS, min_size=1, max_size=20),
     is_csv=st.booleans(), end=st.sampled_from(["\n", "\r\n"]), last=st.booleans(), mark=st.booleans(),
-    piece=st.sampled_from([3, 40, 1 << 20]),
 )  # fmt: skip
 def test_counted_rows_have_the_blocks_of_parsed_rows(
-    lines: list[str], cells: list[str], is_csv: bool, end: str, last: bool, mark: bool, piece: int
+    lines: list[str], cells: list[str], is_csv: bool, end: str, last: bool, mark: bool
 ) -> None:
     text = end.join(["n,t", *cells] if is_csv else lines) + end * last
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(plain_lines, "_PIECE_BYTES", piece):
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / ("a.csv" if is_csv else "a.jsonl")
         path.write_bytes(b"\xef\xbb\xbf" * mark + text.encode())
         parsed, counted = (adopted(path, Path(folder) / check, check) for check in ("decode", "none"))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import io
+import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 import msgspec
 
 from shardkit.errors import SampleError, SourceError
+from shardkit.formats import Schema
 from shardkit.formats.foreign_blocks import memory_of
-from shardkit.formats.line_blocks import UNDECODED, encoded_columns, read_cells
+from shardkit.formats.line_blocks import UNDECODED, LineSettings, encoded_columns, read_cells
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
@@ -25,20 +26,16 @@ from shardkit_tools.adopting.files import (
     TooUnevenError,
     smaller,
 )
-from shardkit_tools.adopting.plain_lines import (
-    NotPlainError,
-    PlainLines,
-    are_parsed,
-    count_rows,
-    line_settings,
-)
-from shardkit_tools.adopting.scanned_blocks import FilePass, ScannedBlocks
+from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.csv import CsvImporter, delimiter_of, numbered_cells
 from shardkit_tools.importers.json_lines import JsonLinesImporter
-from shardkit_tools.importers.line_ranges import whole_lines
+from shardkit_tools.importers.line_ranges import count_plain_lines, rows_to_infer, whole_lines
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample
 from shardkit_tools.importers.source_files import open_each, open_file
 
+_OFFSET_BYTES = 16  # memory per value of a field of variable size
+_SURROGATES = re.compile(rb"\\u[dD]")  # begin escapes that JSON may have alone, and UTF-8 may not
+_EMPTY_LINE = re.compile(rb"\n\s*(?:\n|\Z)")
 _UTF8 = "utf-8-sig"
 
 
@@ -69,17 +66,27 @@ class LineFiles(FilledFiles):
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read a file from start to end; memory holds one block, and its rows while they are checked."""
         assert not axes, "the rows of a file of lines are one stratum"
-        if are_parsed(self.importer):
-            with suppress(NotPlainError):
-                return PlainLines(self.importer, task, block_bytes, report).run()
-        block_rows = None
+        is_counted, block_rows = self._are_parsed, None
         while True:
             scan = _LineScan(self.importer, task, block_bytes, block_rows)
             try:
-                return scan.run(report)
+                return scan.run(report, is_counted=is_counted)
+            except _NotPlainError:
+                is_counted, block_rows = False, None
             except TooUnevenError:
-                report(-scan.rows, -scan.read_bytes)
                 block_rows = smaller(scan.block_rows or scan.rows)
+            report(-scan.rows, -scan.read_bytes)
+
+    @property
+    def _are_parsed(self) -> bool:
+        """Whether inference of types parses every row, and so leaves no error for the adoption to find."""
+        options = self.importer.options
+        needs_check = options.field_types or options.skip_bad_rows or options.check == "decode"
+        return not needs_check and rows_to_infer(self.importer.source.files, 1) is None
+
+
+class _NotPlainError(Exception):
+    """A file has lines that are not certainly rows, or rows that may not fit the schema: they must be parsed."""
 
 
 class _HeldLines:
@@ -127,41 +134,107 @@ class _LineScan:
     _skipped: list[tuple[int, int]] = field(default_factory=list)  # of all blocks, see `LineSettings`
     _failures: list[str] = field(default_factory=list)
 
-    def run(self, report: Report) -> ScannedFile:
-        found = EncodedBlocks(self.task, self.importer.schema, {})
-        self._settings = line_settings(self.importer, self.task.file)
-        pending: list[bytes] = []  # bytes of bad rows after the last good one
+    def run(self, report: Report, *, is_counted: bool) -> ScannedFile:
+        """Read the file; rows that are parsed already are counted only.
+
+        Raises:
+            TooUnevenError: A block gets far too large.
+            _NotPlainError: The rows cannot be counted without parsing them.
+        """
+        self._found = EncodedBlocks(self.task, self.importer.schema, {})
+        self._settings = LineSettings()  # of JSON lines
+        if isinstance(self.importer, CsvImporter):
+            self._settings = LineSettings(
+                names=self.importer.names_of(self.task.file),
+                delimiter=delimiter_of(self.task.file, self.importer.encoding),
+                quote=self.importer.quote,
+            )
         with FilePass(task=self.task) as blocks:
-            held = _HeldLines(blocks.stream, self.task.file.path)
-            for row in self._read_rows(held, blocks):
-                data = held.take()
-                self.read_bytes += len(data)
-                payloads = self._encode_row(row)
-                if payloads is None:
-                    pending.append(data)
-                    report(0, len(data))
-                    continue
-                if self.block_rows is None and self._size >= self.block_bytes:
-                    self.block_rows = len(self._payloads)
-                if self._payloads and len(self._payloads) == self.block_rows:
-                    self._end_block(found, blocks)
-                for bad in pending:
-                    self._skipped.append((self._blocks, self._in_block))
-                    self._append(bad)
-                pending = []
-                self._append(data)
-                self._payloads.append(payloads)
-                self.rows += 1
-                report(1, len(data))
-            if self._payloads:
-                self._end_block(found, blocks)
-            blocks.add_tail(b"".join([*pending, held.take(), blocks.stream.read()]))
+            (self._count if is_counted else self._parse)(blocks, report)
         if not self.rows:
             blocks.check()
             return ScannedFile("", None, (), failures=tuple(self._failures))
         settings = msgspec.structs.replace(self._settings, skipped=tuple(self._skipped))
-        scanned = found.scanned(self.importer.name, blocks, settings.to_bytes())
+        scanned = self._found.scanned(self.importer.name, blocks, settings.to_bytes())
         return replace(scanned, failures=tuple(self._failures))
+
+    # Rows that inference has parsed
+
+    def _count(self, blocks: FilePass, report: Report) -> None:
+        """Take every line as a row."""
+        importer, stream = self.importer, blocks.stream
+        if isinstance(importer, CsvImporter):
+            blocks.add_head(stream.readline())
+        while data := self._next_lines(stream):
+            text, rows = b"\n" + data + b"\0" * (not data.endswith(b"\n")), self._in_block
+            if (
+                not importer.is_plain(text)
+                if isinstance(importer, CsvImporter)
+                else _EMPTY_LINE.search(text[:-1])
+            ):
+                raise _NotPlainError
+            self._check_surrogates(data)
+            self._found.add(f"block {self._blocks}", rows, _memory(importer.schema, rows, len(data)))
+            blocks.add(data, rows)
+            report(rows, len(data))
+            self.rows += rows
+            self.read_bytes += len(data)
+            self._blocks += 1
+
+    def _next_lines(self, stream: BinaryIO) -> bytes:
+        """Return the lines of the next block, and set `_in_block`."""
+        lines: list[bytes] = []
+        size = 0
+        for line in whole_lines(stream, self.task.file.path):
+            lines.append(line)
+            size += len(line)
+            if size > MAX_UNEVEN * self.block_bytes and len(lines) > 1:
+                self.block_rows = self.block_rows or len(lines) - 1
+                raise TooUnevenError
+            if len(lines) == self.block_rows or (self.block_rows is None and size >= self.block_bytes):
+                break
+        self._in_block = len(lines)
+        self.block_rows = self.block_rows or len(lines)
+        return b"".join(lines)
+
+    def _check_surrogates(self, data: bytes) -> None:
+        """Encode the rows of a block of JSON that may have text that UTF-8 cannot have."""
+        importer = self.importer
+        if isinstance(importer, CsvImporter) or b"\\u" not in data or not _SURROGATES.search(data):
+            return
+        for row in importer.rows_of(self.task.file, enumerate(data.split(b"\n"))):
+            if self._encode_row(row) is None:
+                raise _NotPlainError
+
+    # Rows that are parsed now
+
+    def _parse(self, blocks: FilePass, report: Report) -> None:
+        """Parse, check and encode every row."""
+        pending: list[bytes] = []  # bytes of bad rows after the last good one
+        held = _HeldLines(blocks.stream, self.task.file.path)
+        for row in self._read_rows(held, blocks):
+            data = held.take()
+            self.read_bytes += len(data)
+            payloads = self._encode_row(row)
+            if payloads is None:
+                pending.append(data)
+                report(0, len(data))
+                continue
+            if self.block_rows is None and self._size >= self.block_bytes:
+                self.block_rows = len(self._payloads)
+            if self._payloads and len(self._payloads) == self.block_rows:
+                self._end_block(blocks)
+            for bad in pending:
+                self._skipped.append((self._blocks, self._in_block))
+                self._append(bad)
+            pending = []
+            self._append(data)
+            self._payloads.append(payloads)
+            self.rows += 1
+            report(1, len(data))
+        if self._payloads:
+            self._end_block(blocks)
+        blocks.add_tail(b"".join([*pending, held.take(), blocks.stream.read()]))
 
     def _read_rows(self, held: _HeldLines, blocks: FilePass) -> Iterator[SourceSample | SourceFailure]:
         """Yield the rows; when one is yielded, `held` holds its lines and empty ones before it."""
@@ -197,27 +270,35 @@ class _LineScan:
         if self._payloads and self._size > MAX_UNEVEN * self.block_bytes:
             raise TooUnevenError
 
-    def _end_block(self, found: EncodedBlocks, blocks: ScannedBlocks) -> None:
+    def _end_block(self, blocks: FilePass) -> None:
         """End the current block. Its rows are parsed and encoded already, by the functions that will read them."""
         columns = encoded_columns(self.importer.schema, self._payloads)
-        found.add(f"block {self._blocks}", len(self._payloads), memory_of(columns.values()))
-        data = b"".join(self._block)
-        blocks.add(data, len(self._payloads))
+        self._found.add(f"block {self._blocks}", len(self._payloads), memory_of(columns.values()))
+        blocks.add(b"".join(self._block), len(self._payloads))
         self._block, self._in_block, self._payloads, self._size = [], 0, [], 0
         self._blocks += 1
 
 
+def _memory(schema: Schema, rows: int, num_bytes: int) -> int:
+    """Return about how much memory the rows of a block take when they are decoded."""
+    row_bytes = sum(
+        (_OFFSET_BYTES if kind.item_bytes is None else kind.item_bytes) + kind.optional
+        for kind in schema.values()
+    )
+    return rows * row_bytes + num_bytes
+
+
 def _count(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> int:
     """Return the number of rows of a file, readable or not: keys are numbers over all files."""
-    with open_file(file) as stream, suppress(NotPlainError):
-        return count_rows(importer, file, stream)
+    if isinstance(importer, JsonLinesImporter):
+        with open_file(file) as stream:
+            return sum(bool(line.strip()) for line in whole_lines(stream, file.path))
+    if lines := count_plain_lines(file, importer.is_plain):
+        return lines - 1
     with open_file(file) as stream:
-        held = _HeldLines(stream, file.path)
-        if isinstance(importer, JsonLinesImporter):
-            return sum(bool(held.take().strip()) for _ in held)
-        delimiter = delimiter_of(file, importer.encoding)
-        count = -1  # the header
-        for _, cells in numbered_cells(read_cells(held.texts(), delimiter, importer.quote), file):
+        held, count = _HeldLines(stream, file.path), -1  # the header
+        cells = read_cells(held.texts(), delimiter_of(file, importer.encoding), importer.quote)
+        for _, row in numbered_cells(cells, file):
             held.take()
-            count += bool(cells)
+            count += bool(row)
         return max(0, count)

@@ -33,7 +33,6 @@ from shardkit.formats.line_blocks import (
 from shardkit_tools.importers.line_ranges import (
     cut_lines,
     holds_plain_rows,
-    holds_unquoted_rows,
     rest_as_failure,
     rows_to_infer,
 )
@@ -104,6 +103,10 @@ class CsvImporter(FileImporter):
                 continue
             yield SourceSample(sample, None, file.name, row, where=where)
 
+    def is_plain(self, piece: bytes) -> bool:
+        """Return True if the lines of a piece are rows, see `holds_plain_rows`."""
+        return holds_plain_rows(self.quote, piece)
+
     def names_of(self, file: SourceFile) -> tuple[str, ...]:
         """Return the names of all columns of a file."""
         return self.others.get(file.name, self.names)
@@ -151,9 +154,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
         },
         encoding=encoding,
         quote=quote,
-        cut=cut_lines(
-            source.files, whole, is_plain=holds_plain_rows if quote == '"' else holds_unquoted_rows
-        ),
+        cut=cut_lines(source.files, whole, is_plain=functools.partial(holds_plain_rows, quote)),
     )
 
 

@@ -81,6 +81,17 @@ def rest_as_failure(file: SourceFile, rows: SampleStream) -> SampleStream:
         yield SourceFailure(file.name, -1, error)
 
 
+def count_plain_lines(file: SourceFile, is_plain: Callable[[bytes], bool]) -> int | None:
+    """Return the number of lines of a table, or None if they are not certainly rows."""
+    lines, before = 0, b"\n"  # so that an empty first line is detected as well
+    with open_file(file) as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            if not is_plain(before + piece):
+                return None
+            lines, before = lines + piece.count(b"\n"), piece[-1:]
+    return lines + (before != b"\n") if is_plain(before + b"\0") else None
+
+
 def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[int, int]]:
     """Return (first byte, line number) of ranges that start at a line and have at least the range size."""
     borders = [(0, 0)]
@@ -102,20 +113,14 @@ def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[
     return borders if is_plain(before + b"\0") else []
 
 
-def holds_plain_rows(piece: bytes) -> bool:
-    """Return True if every line of a piece of a table, with the byte before it, is certainly a row.
+def holds_plain_rows(quote: str, piece: bytes) -> bool:
+    r"""Return True if every line of a piece of a table, with the byte before it, is certainly a row.
 
-    A quoted cell may contain line ends, and only a reader from the start of the table can tell them from the
-    ends of rows.
-    """
-    return b'"' not in piece and holds_unquoted_rows(piece)
-
-
-def holds_unquoted_rows(piece: bytes) -> bool:
-    r"""Do `holds_plain_rows` for a table without quoted cells.
-
-    Rows are counted as lines only if no line is empty and all line ends are ``\n`` or ``\r\n``.
+    A cell in quotes (unless `quote` is "none") may contain line ends, and only a reader from the start of the table
+    can tell them from the ends of rows. Otherwise rows are counted as lines only if no line is empty and all line ends
+    are ``\n`` or ``\r\n``.
     """
     # A carriage return at the very end is checked with the next piece.
     alone = piece.count(b"\r", 0, len(piece) - 1) != piece.count(b"\r\n")
-    return not (b"\n\n" in piece or b"\n\r" in piece or alone)
+    quoted = quote == '"' and b'"' in piece
+    return not (quoted or b"\n\n" in piece or b"\n\r" in piece or alone)
