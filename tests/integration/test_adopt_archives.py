@@ -13,7 +13,7 @@ import pytest
 import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
-from shardkit_tools.adopting import adopt, archives
+from shardkit_tools.adopting import adopt, arrays
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_adopted_is_named_with_the_way_on(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, error, message = REFUSED[case]
-    monkeypatch.setattr(archives, "MAX_WHOLE_BYTES", 200_000)
+    monkeypatch.setattr(arrays, "MAX_WHOLE_BYTES", 200_000)
     write(tmp_path / "a.npz")
     options = ImportOptions(field_types={"odd": "int64"} if case == "type" else {})
     with pytest.raises(error, match=message):

@@ -21,8 +21,7 @@ from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit.stores.store import object_name
 from shardkit_tools.adopting import adopt, adoption
 from shardkit_tools.adopting.adoption import AdoptWorker, grouped
-from shardkit_tools.adopting.files import find_files
-from shardkit_tools.adopting.formats import open_files
+from shardkit_tools.adopting.formats import find_files, open_files
 from shardkit_tools.building import worker
 from shardkit_tools.building.job import NO_FOLDER
 from shardkit_tools.importers import ImportOptions

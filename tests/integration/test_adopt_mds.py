@@ -23,7 +23,7 @@ import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.reading.read_path import ReadSettings
-from shardkit_tools.adopting import adopt, mds_shards
+from shardkit_tools.adopting import adopt, located_rows
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 from tests.servers.fault_proxy import FaultProxy
@@ -242,7 +242,7 @@ def test_frames_of_another_size_are_refused(
 
 def test_large_compressed_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mds(tmp_path / "mds", compressor=ZSTD)
-    monkeypatch.setattr(mds_shards, "MAX_WHOLE_BYTES", 100_000)
+    monkeypatch.setattr(located_rows, "MAX_WHOLE_BYTES", 100_000)
     with pytest.raises(
         SourceError, match=r"shard\.00000\.mds\.zstd: the compressed shard has .*shardkit build"
     ):

@@ -20,7 +20,7 @@ from shardkit.formats import NumberedKeys, Row, Schema, ShardIndex, ShardWriter,
 from shardkit.loader import block_loading, gather, plain_rows
 from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, Layouts, LocalShard
 from shardkit.loader.gather import GatherColumns, RowAddresses
-from shardkit_tools.adopting.scanned_blocks import ScannedBlocks
+from shardkit_tools.adopting.files import ScannedBlocks
 from tests.property.facts_of_blocks import table
 
 FIELDS = {

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.formats import xxh3
-from shardkit_tools.adopting import scanned_blocks
-from shardkit_tools.adopting.scanned_blocks import ScannedBlocks
+from shardkit_tools.adopting import files
+from shardkit_tools.adopting.files import ScannedBlocks
 
 
 @st.composite
@@ -34,7 +34,7 @@ def test_digests_of_blocks_and_ranges(
     drawn: list[tuple[bytes, list[tuple[int, int]]]], threads: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, ScannedBlocks() as blocks:
-        patch.setattr(scanned_blocks, "_THREAD_BYTES", 0 if threads else 1 << 16)
+        patch.setattr(files, "_THREAD_BYTES", 0 if threads else 1 << 16)
         blocks.add_head(b"head")
         for data, spans in drawn:
             blocks.add(data, 1, spans)

@@ -14,8 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from shardkit.dataset.committing import (
     NOT_MOVED,
@@ -25,7 +24,7 @@ from shardkit.dataset.committing import (
     standing_refs,
     version_of_ref,
 )
-from shardkit.documents import decode_plain, encode
+from shardkit.documents import Record, decode, encode
 from shardkit.errors import FormatError, SourceError, UsageError
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest, ShardRecord, ShardTable, Stratum, check_against, compose
@@ -34,16 +33,8 @@ from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 from shardkit.stores.store import Descriptor
-from shardkit_tools.adopting.files import (
-    BUILD_INSTEAD,
-    AdoptTask,
-    Runs,
-    ScannedFile,
-    find_files,
-    place_of,
-    place_of_folder,
-)
-from shardkit_tools.adopting.formats import AdoptableFiles, open_files
+from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptableFiles, AdoptTask, Runs, ScannedFile
+from shardkit_tools.adopting.formats import find_files, open_files, place_of, place_of_folder
 from shardkit_tools.building.engines import Engine, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
@@ -59,20 +50,20 @@ _WRITERS = 16  # threads that make the facts of files durable
 _SHARD_FACTS = ("digest", "size", "index_digest", "index_size", "block_rows", "largest_block", "raw_bytes")
 
 
-@dataclass(frozen=True, slots=True)
-class AdoptedShard:
-    """Facts about one file for the manifest."""
+class AdoptedShard(Record, frozen=True, kw_only=True):
+    """Facts about one file for the manifest, which are also the record of a finished task."""
 
     number: int  # number of the task
-    digest: str  # digest of the file
-    size: int
-    etag: str  # ETag of its store, empty if there is none
-    index_digest: str  # digest of its index; empty in a dry run
-    index_size: int  # 0 in a dry run
-    block_rows: int  # rows per block
-    largest_block: int
-    raw_bytes: int
-    runs: Runs  # (values of the axes, rows) of each run of rows with equal values, in order
+    stamp: str  # stamp of the task
+    digest: str = ""  # digest of the file; empty if no row can be read
+    size: int = 0
+    etag: str = ""  # ETag of its store, empty if there is none
+    index_digest: str = ""  # digest of its index; empty in a dry run
+    index_size: int = 0  # 0 in a dry run
+    block_rows: int = 1  # rows per block
+    largest_block: int = 0
+    raw_bytes: int = 0
+    runs: Runs = ()  # (values of the axes, rows) of each run of rows with equal values, in order
     failures: tuple[str, ...] = ()  # messages of samples that cannot be read
 
     @property
@@ -145,7 +136,7 @@ class AdoptWorker:
 
     def _put(self, task: AdoptTask, scanned: ScannedFile) -> AdoptedShard:
         if scanned.index is None:
-            return AdoptedShard(task.number, "", 0, "", "", 0, 1, 0, 0, (), scanned.failures)
+            return AdoptedShard(number=task.number, stamp=task.stamp, failures=scanned.failures)
         index, sizes = Descriptor("", 0, "index"), scanned.index.block_raw_size
         if self.repository is not None:
             index = self.repository.put_object(scanned.index.to_bytes(), "index")
@@ -158,6 +149,7 @@ class AdoptWorker:
             )
         adopted = AdoptedShard(
             number=task.number,
+            stamp=task.stamp,
             digest=scanned.digest,
             size=scanned.index.shard_size,
             etag=scanned.etag,
@@ -170,9 +162,7 @@ class AdoptWorker:
             failures=scanned.failures,
         )
         if self.repository is not None:
-            record = {one.name: getattr(adopted, one.name) for one in fields(adopted)}
-            record["stamp"] = task.stamp
-            self.folder.put_record(task.record_name, encode(record))
+            self.folder.put_record(task.record_name, encode(adopted))
         return adopted
 
 
@@ -186,16 +176,14 @@ def finished_file(job: Job, repository: Repository, item: AdoptTask) -> AdoptedS
     if data is None:
         return None
     try:
-        record: Any = decode_plain(data, max_bytes=_MAX_RECORD_BYTES)
-        if record.pop("stamp") != item.stamp:
+        found = decode(AdoptedShard, data, item.record_name, max_bytes=_MAX_RECORD_BYTES)
+        if found.stamp != item.stamp:
             return None
-        runs = tuple((tuple(labels), rows) for labels, rows in record.pop("runs"))
-        found = AdoptedShard(runs=runs, failures=tuple(record.pop("failures")), **record)
         repository.get_object(found.index_digest, "index", found.index_size)
         # The files may have moved since; the root keeps their latest location.
         if not move_adopted(repository.store, found.digest, place_of_folder(item.files)):
             put_adopted(repository.store, found.digest, place_of(item.file), found.etag)
-    except (FormatError, KeyError, TypeError, ValueError, LookupError):
+    except (FormatError, LookupError):
         return None  # written by another release, or not durable
     return found
 

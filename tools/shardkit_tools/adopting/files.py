@@ -1,27 +1,26 @@
-"""Files to adopt, and what is known about one after a pass over it."""
+"""Files to adopt, a pass over one, and its blocks."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
-from shardkit.formats import FieldType, Schema, ShardIndex, Texts, fit_key
+from shardkit.errors import IntegrityError, SourceError
+from shardkit.formats import FieldType, NumberedKeys, Schema, ShardIndex, Texts, fit_key, xxh3
 from shardkit.reading.file_groups import FileGroup
-from shardkit.stores.remote.addresses import split_url
 from shardkit.stores.store import ObjectStat
 from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.console import count_text
-from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
-from shardkit_tools.importers.remote_files import pinned_url, stat_file
-from shardkit_tools.importers.source_files import is_url, list_source, name_files
+from shardkit_tools.importers.protocol import FileImporter, SourceFile
+from shardkit_tools.importers.remote_files import stat_file
+from shardkit_tools.importers.source_files import is_url, name_files, open_file
 
 BUILD_INSTEAD = "read it into shards of its own instead: shardkit build"
 """Advice for a file that cannot be adopted."""
@@ -35,16 +34,25 @@ Runs = tuple[tuple[tuple[str, ...], int], ...]
 MAX_UNEVEN = 64
 """A block of more than this many times the target is too uneven: smaller blocks are tried."""
 
-NUMBERED_KEYS = (
-    "samples have no keys of their own: a key is the number of a row, counted over the files in this order"
-)
-"""Note on the keys of files whose rows have none."""
-
 MIN_RUN_ROWS = 8
 """Samples that a run of equal values needs on average."""
 
 _MAX_LABEL = 200
-_PACKED_NAMES = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4")
+
+Span = tuple[int, int]
+"""(start, stop) of a range of a block."""
+
+Digests = tuple[int, bytes]
+"""XXH3 and SHA-256."""
+
+_HASH_THREADS = 3  # for the file, its block and the ranges of the block
+_THREAD_BYTES = 1 << 16  # fewer bytes are hashed faster than they are given to a thread
+_PIECE_BYTES = 1 << 20
+
+
+_HASH_THREADS = 3  # for the file, its block and the ranges of the block
+_THREAD_BYTES = 1 << 16  # fewer bytes are hashed faster than they are given to a thread
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +112,8 @@ class ScannedFile:
 
 
 @dataclass(frozen=True)
-class FilledFiles:
-    """Files whose rows have no keys of their own and are one stratum (`formats.AdoptableFiles`).
+class AdoptableFiles:
+    """Files of one format; pickled to the processes of an adoption.
 
     Files without rows are left out; the rows of the others follow one another.
 
@@ -113,20 +121,27 @@ class FilledFiles:
         SourceError: No file has rows.
     """
 
+    # format of the shards that the files become: how `shardkit.formats` reads them
     shard_format: ClassVar[str] = "rows"
-    classes: ClassVar[tuple[str, ...]] = ()
-    has_strata: ClassVar[bool] = False
-    key_note: ClassVar[str] = NUMBERED_KEYS
+    has_strata: ClassVar[bool] = False  # samples can be stratified by a field
+    key_note: ClassVar[str] = (
+        "samples have no keys of their own: a key is the number of a row, counted over the files in this order"
+    )
     importer: FileImporter
-    rows: tuple[int, ...]  # rows of each part
+    rows: tuple[int, ...] | None = None  # rows of each part; None: keys come from the files
 
     def __post_init__(self) -> None:
-        if not any(self.rows):
+        if self.rows is not None and not any(self.rows):
             raise SourceError(f"{self.importer.source.given}: the files have no rows; name others")
 
     @property
     def schema(self) -> Schema:
         return self.importer.schema
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the values of the field `label`; empty if the source has none."""
+        return ()
 
     @property
     def parts(self) -> tuple[tuple[SourceFile, ...], ...]:
@@ -135,71 +150,33 @@ class FilledFiles:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        parts = zip(self.parts, self.rows, strict=True)
+        """Remarks for the user."""
+        parts = zip(self.parts, self.rows or (), strict=False)
         empty = [files[0].name for files, rows in parts if files[0].size and not rows]
         notes = tuple(self.importer.source.notes)
         return (*notes, name_files("left out what has no rows", empty)) if empty else notes
 
     def tasks(self) -> list[AdoptTask]:
-        firsts = accumulate(self.rows, initial=0)
-        counted = zip(self.parts, self.rows, firsts, strict=False)
+        """Return a task per part, in order."""
+        if self.rows is None:
+            return [AdoptTask(number, files) for number, files in enumerate(self.parts)]
+        counted = zip(self.parts, self.rows, accumulate(self.rows, initial=0), strict=False)
         filled = [(files, first) for files, rows, first in counted if rows]
         return [AdoptTask(number, files, first) for number, (files, first) in enumerate(filled)]
 
+    def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
+        """Read a part once, check that every row can be read where it is, and return its index.
 
-def find_files(given: Sequence[str | os.PathLike[str]], options: ImportOptions) -> Source:
-    """Return all files that paths, folders, globs and URLs name, in this order.
+        Args:
+            task: one of `tasks`.
+            axes: fields to stratify by; none without `has_strata`.
+            block_bytes: target size of a block.
+            report: called with (rows, bytes) read.
 
-    Raises:
-        UsageError: A file is named twice.
-        NotFoundError: There are no files.
-    """
-    listed = [_list_source(os.fspath(one), options) for one in given]
-    seen: set[str] = set()
-    for file in (file for one in listed for file in one.files):
-        place = place_of(file)
-        if place in seen:
-            raise UsageError(f"{file.path}: named twice; name it once")
-        seen.add(place)
-    if not seen:
-        raise NotFoundError("no files: name at least one")
-    if len(listed) == 1:
-        return listed[0]
-    return Source(
-        ", ".join(one.given for one in listed),
-        tuple(file for one in listed for file in one.files),
-        left_out={name: why for one in listed for name, why in one.left_out.items()},
-        notes=[note for one in listed for note in one.notes],
-    )
-
-
-def _list_source(given: str, options: ImportOptions) -> Source:
-    source = list_source(pinned_url(given), skip=options.skip_bad_rows, follow_links=options.follow_links)
-    for file in source.files:
-        if is_url(file.path):
-            split_url(file.path)  # refuses credentials: the URL is recorded
-    return source
-
-
-def place_of(file: SourceFile) -> str:
-    """Return the location that the root records: a URL, or a path without links."""
-    return file.path if is_url(file.path) else os.path.realpath(file.path)
-
-
-def place_of_folder(files: Sequence[SourceFile]) -> str:
-    """Return the location that the root records for a group: the folder that the names of its files start at.
-
-    Raises:
-        SourceError: The files are not below one folder.
-    """
-    folders = {file.path.removesuffix(file.name) for file in files}
-    if len(folders) > 1 or any(not file.path.endswith(file.name) for file in files):
-        raise SourceError(
-            f"{files[0].path}: files of several folders; adopt one folder at a time, "
-            "then join the versions with shardkit merge"
-        )
-    (folder,) = folders
-    return folder.rstrip("/") if is_url(folder) else os.path.realpath(folder or ".")
+        Raises:
+            SourceError: The part cannot be adopted, or changes meanwhile.
+        """
+        raise NotImplementedError
 
 
 def stat_source(file: SourceFile) -> ObjectStat:
@@ -210,12 +187,202 @@ def stat_source(file: SourceFile) -> ObjectStat:
     return ObjectStat(file.size, None)
 
 
-def refuse_packed(file: SourceFile) -> None:
-    """Raise SourceError if a file is compressed as a whole, by its name: to open every file would take too long."""
-    if file.name.lower().endswith(_PACKED_NAMES):
-        raise SourceError(
-            f"{file.path}: compressed, so samples cannot be read out of its middle; {BUILD_INSTEAD}"
-        )
+# ---- A pass over a file
+
+
+@dataclass
+class ScannedBlocks:
+    """Sizes and checksums of head, blocks and tail of a file, collected while it is read; close it.
+
+    Threads compute the digests of the whole file, of each block and of its ranges from the same buffer, while the
+    caller decodes it. The next part is added once they are done, so that no more than two parts are kept in memory.
+    """
+
+    size: int = 0  # bytes that were added
+    head_size: int = 0
+    _head: Any = field(default_factory=hashlib.sha256)
+    _whole: Any = field(default_factory=hashlib.sha256)
+    _tail: Any = field(default_factory=hashlib.sha256)
+    _sizes: list[int] = field(default_factory=list)  # bytes of each block
+    _spans: list[Sequence[Span]] = field(default_factory=list)  # ranges of each block
+    _digests: list[dict[Span, Digests]] = field(default_factory=list)  # of each block and its ranges
+    _starts: list[int] = field(default_factory=lambda: [0])
+
+    def __post_init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="shardkit-digest")
+        self._hashing: list[Future[None]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    def _add_part(self, data: bytes) -> None:
+        self.size += len(data)
+        self._wait()
+        self._start(len(data), self._whole.update, data)
+
+    def _start(self, size: int, work: Callable[..., None], *arguments: Any) -> None:
+        if size < _THREAD_BYTES:
+            work(*arguments)
+        else:
+            self._hashing.append(self._threads.submit(work, *arguments))
+
+    def _wait(self) -> None:
+        while self._hashing:
+            self._hashing.pop().result()
+
+    def add_head(self, data: bytes) -> None:
+        self.head_size += len(data)
+        self._head.update(data)
+        self._add_part(data)
+
+    def add(self, data: bytes, rows: int, spans: Sequence[Span] = ()) -> None:
+        """Add the next block, which holds `rows` rows; `spans` are the (start, stop) of its ranges, if it has any."""
+        self._add_part(data)
+        self._sizes.append(len(data))
+        self._starts.append(self._starts[-1] + rows)
+        self._spans.append(spans)
+        self._digests.append({})
+        stops: dict[int, set[int]] = {0: {len(data)}}
+        for start, stop in spans:
+            stops.setdefault(start, set()).add(stop)
+        for start, found in stops.items():
+            self._start(max(found) - start, _hash_spans, data, start, sorted(found), self._digests[-1])
+
+    def add_tail(self, data: bytes) -> None:
+        """Add bytes after the last block."""
+        self._tail.update(data)
+        self._add_part(data)
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of everything that was added."""
+        self._wait()
+        digest: str = self._whole.hexdigest()
+        return digest
+
+    def columns(self) -> dict[str, Any]:
+        """Return the values of `ShardIndex` that describe blocks, their ranges, head and tail."""
+        self._wait()
+        sizes = np.array(self._sizes, np.uint64)
+        blocks = [found[0, size] for found, size in zip(self._digests, self._sizes, strict=True)]
+        return {
+            "rows": self._starts[-1],
+            "head_size": self.head_size,
+            "head_sha256": self._head.hexdigest(),
+            "tail_sha256": self._tail.hexdigest(),
+            "block_offset": np.uint64(self.head_size) + np.cumsum(sizes) - sizes,
+            "block_size": sizes,
+            "block_raw_size": sizes,
+            "block_start": np.array(self._starts, np.int64),
+            **_digest_columns("block", (len(sizes),), blocks),
+            **self._range_columns(),
+        }
+
+    def _range_columns(self) -> dict[str, Any]:
+        if not any(self._spans):
+            return {}
+        table = np.array(self._spans, np.uint64)  # (blocks, fields, start and stop)
+        ranges = [
+            found[span] for found, spans in zip(self._digests, self._spans, strict=True) for span in spans
+        ]
+        return {
+            "range_offset": table[:, :, 0].copy(),
+            "range_size": table[:, :, 1] - table[:, :, 0],
+            **_digest_columns("range", table.shape[:2], ranges),
+        }
+
+
+@dataclass
+class FilePass(ScannedBlocks):
+    """One pass over a file, from its start to its end."""
+
+    task: AdoptTask = field(kw_only=True)
+    stream: BinaryIO = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._before = stat_source(self.task.file)
+        self.stream = open_file(self.task.file)
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+        super().__exit__()
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes of the file, fewer only at its end."""
+        return read_some(self.stream, size, self.task.file.path)
+
+    def add_rest(self, report: Report) -> None:
+        """Read the rest of the file as the tail."""
+        while data := self.read(_PIECE_BYTES):
+            self.add_tail(data)
+            report(0, len(data))
+
+    def check(self) -> None:
+        """Compare what was added with the file after the pass, and with the SHA-256 that its store keeps.
+
+        Raises:
+            SourceError: The file has changed, or other bytes arrived than the store has.
+        """
+        file, before = self.task.file, self._before
+        if stat_source(file) != before or self.size != before.size:
+            raise SourceError(f"{file.path}: it was changed while it was read; adopt what nobody writes to")
+        if before.sha256 not in (None, self.sha256):
+            raise SourceError(
+                f"{file.path}: its store says that it has sha256:{before.sha256}, and the bytes that came have "
+                f"sha256:{self.sha256}; try again, then look at the store"
+            )
+
+    def scanned(self, schema: Schema, block_rows: int, runs: Runs = (), **columns: Any) -> ScannedFile:
+        """Return the result of the pass, after `check`; without other columns, keys are numbers.
+
+        Args:
+            schema: fields of the rows.
+            block_rows: rows of a full block.
+            runs: runs of rows; if there are none, all rows are one run.
+            columns: other values of `ShardIndex`.
+        """
+        self.check()
+        keys = NumberedKeys(self.task.first_ordinal, self._starts[-1])
+        facts: dict[str, Any] = {"format": "rows", "compression": "none", "schema": schema} | self.columns()
+        facts |= {"block_rows": block_rows, "shard_size": self.size, "key_texts": keys} | columns
+        index = ShardIndex(**facts)
+        return ScannedFile(f"sha256:{self.sha256}", index, runs or (((), len(keys)),), self._before.etag)
+
+
+def read_some(stream: BinaryIO, size: int, where: str) -> bytes:
+    """Return the next bytes of a file, fewer only at its end."""
+    parts: list[bytes] = []
+    try:
+        while size > 0 and (part := stream.read(size)):
+            parts.append(part)
+            size -= len(part)
+    except OSError as error:
+        raise SourceError(f"{where}: cannot be read ({error.strerror}); check the disk") from error
+    return b"".join(parts)
+
+
+def _hash_spans(data: bytes, start: int, stops: Sequence[int], found: dict[Span, Digests]) -> None:
+    """Hash the spans of a block that begin at `start` in one pass, because each is the beginning of the next."""
+    view, strong, done = memoryview(data), hashlib.sha256(), start
+    for stop in stops:
+        strong.update(view[done:stop])
+        done = stop
+        found[start, stop] = xxh3(view[start:stop]), strong.digest()
+
+
+def _digest_columns(name: str, shape: tuple[int, ...], digests: Sequence[Digests]) -> dict[str, Any]:
+    strong = np.frombuffer(b"".join(strong for _, strong in digests), np.uint8)
+    return {
+        f"{name}_xxh3": np.array([fast for fast, _ in digests], np.uint64).reshape(shape),
+        f"{name}_sha256": strong.reshape(*shape, 32),
+    }
+
+
+# ---- Blocks and their rows
 
 
 def even_block_rows(offsets: NDArray[np.int64], block_bytes: int) -> int:

@@ -13,15 +13,16 @@ from shardkit.formats import FieldType, Schema, ShardIndex, Texts, presence_of, 
 from shardkit.reading.file_groups import FileGroup
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
+    AdoptableFiles,
     AdoptTask,
     LabelRuns,
     Report,
+    ScannedBlocks,
     ScannedFile,
     even_block_rows,
     key_columns,
     label_text,
 )
-from shardkit_tools.adopting.scanned_blocks import ScannedBlocks
 from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.importers.folder import FolderImporter, TextImporter
 from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask, row_name
@@ -29,17 +30,14 @@ from shardkit_tools.importers.source_files import is_url
 
 
 @dataclass(frozen=True)
-class FolderFiles:
+class FolderFiles(AdoptableFiles):
     """Files of one kind, with labels from folders, sidecars and metadata."""
 
-    shard_format: ClassVar[str] = "rows"
     has_strata: ClassVar[bool] = True
     key_note: ClassVar[str] = (
         "a key is the path of a file in its folder, so files that are renamed get other keys"
     )
     importer: FolderImporter | TextImporter
-    parts: tuple[SourceTask, ...]  # files that become one shard each
-    own: str  # field whose payload is the file
 
     @classmethod
     def of(cls, importer: FolderImporter | TextImporter) -> FolderFiles:
@@ -55,39 +53,40 @@ class FolderFiles:
                 f"{importer.source.given}: its folders {', '.join(splits)} are splits; adopt each by itself, such as "
                 f"{importer.source.given}/{first} with --ref {splits[first]}, or pass --no-split-folders"
             )
-        own = importer.media if isinstance(importer, FolderImporter) else "text"
+        found = cls(importer)
+        own = found.own
         if importer.options.per != "file" or own not in importer.schema or importer.schema[own].optional:
             raise UsageError(
                 f"{importer.source.given}: adopted samples are whole files, so the field {own!r} is needed and has a "
                 f"value in every sample; leave out --schema {own}=…, or {BUILD_INSTEAD}"
             )
-        return cls(importer, tuple(importer.tasks()), own)
+        return found
 
     @property
-    def schema(self) -> Schema:
-        return self.importer.schema
+    def own(self) -> str:
+        """Field whose payload is the file."""
+        return self.importer.media if isinstance(self.importer, FolderImporter) else "text"
 
     @property
     def classes(self) -> tuple[str, ...]:
         return self.importer.classes
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        return (*self.importer.source.notes, *self.importer.layout.notes)
+    def parts(self) -> tuple[tuple[SourceFile, ...], ...]:
+        return tuple(task.files for task in self.importer.tasks())
 
-    def tasks(self) -> list[AdoptTask]:
-        return [AdoptTask(number, part.files) for number, part in enumerate(self.parts)]
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (*super().notes, *self.importer.layout.notes)
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read the files of a shard; memory holds one block and its checksums."""
-        part = self.parts[task.number]
-        files = {file.name: file for file in part.files}
+        files = {file.name: file for file in task.files}
         failures: list[str] = []
+        block_rows = even_block_rows(np.cumsum([0, *(file.size for file in task.files)]), block_bytes)
         with ScannedBlocks() as blocks:
-            scan = _GroupScan(
-                self.schema, self.own, _block_rows(part.files, block_bytes), blocks, LabelRuns(axes)
-            )
-            for found in self.importer.read(part):
+            scan = _GroupScan(self.schema, self.own, block_rows, blocks, LabelRuns(axes))
+            for found in self.importer.read(SourceTask(task.file.name, task.files, task.size)):
                 if isinstance(found, SourceSample):
                     try:
                         size = scan.add(found, row_name(found, {}))
@@ -98,7 +97,7 @@ class FolderFiles:
                         continue
                 failures.append(str(found.error))
                 report(0, files[found.source_name].size)
-            for file in part.files:
+            for file in task.files:
                 if not is_url(file.path):
                     check_unchanged(file)
             return scan.result(str(task), tuple(failures))
@@ -201,7 +200,3 @@ class _GroupScan:
             values=np.frombuffer(b"".join(self._values), np.uint8),
         )
         return ScannedFile(digest, index, runs, group=group, failures=failures)
-
-
-def _block_rows(files: Sequence[SourceFile], block_bytes: int) -> int:
-    return even_block_rows(np.cumsum([0, *(file.size for file in files)]), block_bytes)

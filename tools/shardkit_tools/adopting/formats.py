@@ -1,24 +1,23 @@
-"""Formats whose files can be adopted."""
+"""The files that a user names, and the formats whose files can be adopted."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from dataclasses import replace
+from typing import Any
 
-from shardkit.errors import UsageError
-from shardkit.formats import Schema
+from shardkit.errors import NotFoundError, SourceError, UsageError
 from shardkit.formats.schema import KEY_FIELD
-from shardkit_tools.adopting.archives import Archives
-from shardkit_tools.adopting.arrays import Arrays
-from shardkit_tools.adopting.arrow_files import ArrowFiles
-from shardkit_tools.adopting.documents import Documents
-from shardkit_tools.adopting.files import AdoptTask, Report, ScannedFile, place_of_folder, refuse_packed
+from shardkit.stores.remote.addresses import split_url
+from shardkit_tools.adopting.arrays import Archives, Arrays
+from shardkit_tools.adopting.encoded_blocks import ArrowFiles
+from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptableFiles
 from shardkit_tools.adopting.folders import FolderFiles
 from shardkit_tools.adopting.line_files import LineFiles
-from shardkit_tools.adopting.mds_shards import MdsFolder
+from shardkit_tools.adopting.located_rows import Documents, MdsFolder
 from shardkit_tools.adopting.parquet_files import ParquetFiles
-from shardkit_tools.adopting.tar_scan import TarScan
+from shardkit_tools.adopting.tars import Tars
 from shardkit_tools.importers.csv import CsvImporter
 from shardkit_tools.importers.folder import FolderImporter, TextImporter, split_notes
 from shardkit_tools.importers.json_lines import JsonLinesImporter
@@ -26,88 +25,16 @@ from shardkit_tools.importers.mds import MdsImporter
 from shardkit_tools.importers.numpy_archives import ArchiveImporter
 from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
-from shardkit_tools.importers.source_files import file_suffix
+from shardkit_tools.importers.remote_files import pinned_url
+from shardkit_tools.importers.source_files import file_suffix, is_url, list_source
 from shardkit_tools.importers.source_kinds import check_kind, detect, open_listed, stray_notes, without_strays
 from shardkit_tools.importers.tables import ArrowImporter, ParquetImporter, SavedDataset, TableImporter
 from shardkit_tools.importers.token_documents import TokenDocuments
 from shardkit_tools.importers.tokens import TokensImporter
 from shardkit_tools.importers.webdataset import WebDatasetImporter
 
-
-class AdoptableFiles(Protocol):
-    """Files of one format; pickled to the processes of an adoption."""
-
-    @property
-    def shard_format(self) -> str:
-        """Format of the shards that the files become: how `shardkit.formats` reads them."""
-
-    @property
-    def schema(self) -> Schema:
-        """Fields of every sample."""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks for the user."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the values of the field `label`; empty if the source has none."""
-
-    @property
-    def has_strata(self) -> bool:
-        """Whether samples can be stratified by a field."""
-
-    @property
-    def key_note(self) -> str:
-        """Note for users on the keys of the samples."""
-
-    def tasks(self) -> list[AdoptTask]:
-        """Return a task per file, in order."""
-
-    def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
-        """Read a file once, check that every row can be read where it is, and return its index.
-
-        Args:
-            task: one of `tasks`.
-            axes: fields to stratify by.
-            block_bytes: target size of a block.
-            report: called with (rows, bytes) read.
-
-        Raises:
-            SourceError: The file cannot be adopted, or changes meanwhile.
-        """
-
-
-@dataclass(frozen=True)
-class Tars:
-    """WebDataset tars."""
-
-    shard_format: ClassVar[str] = "tar"
-    classes: ClassVar[tuple[str, ...]] = ()
-    has_strata: ClassVar[bool] = True
-    key_note: ClassVar[str] = (
-        "keys are unique inside a tar only, and JSON and media stay byte for byte as they are"
-    )
-    schema: Schema
-    files: tuple[SourceFile, ...]
-    notes: tuple[str, ...]
-    skip: bool  # samples that cannot be read are left out
-
-    @classmethod
-    def of(cls, importer: WebDatasetImporter) -> Self:
-        """Return the tars of an importer."""
-        source = importer.source
-        return cls(importer.schema, source.files, tuple(source.notes), importer.options.skip_bad_rows)
-
-    def tasks(self) -> list[AdoptTask]:
-        return [AdoptTask(number, (file,)) for number, file in enumerate(self.files)]
-
-    def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
-        return TarScan(task, self.schema, axes, block_bytes, report, self.skip).run()
-
-
 _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {
-    WebDatasetImporter: Tars.of,
+    WebDatasetImporter: Tars,
     NumpyImporter: Arrays.of,
     TokensImporter: Arrays.of,
     ArchiveImporter: Archives.of,
@@ -124,6 +51,72 @@ _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {
 
 _OF_ONE_FOLDER = ("mds", "huggingface", "folder", "text")  # files of several folders may have equal names
 _NOT_PACKED = ("webdataset", "npy", "tokens", "text", "jsonl", "csv")  # formats that importers decompress
+
+
+_PACKED_NAMES = (".gz", ".tgz", ".zst", ".bz2", ".xz", ".lz4")
+
+
+def find_files(given: Sequence[str | os.PathLike[str]], options: ImportOptions) -> Source:
+    """Return all files that paths, folders, globs and URLs name, in this order.
+
+    Raises:
+        UsageError: A file is named twice.
+        NotFoundError: There are no files.
+    """
+    listed = [_list_source(os.fspath(one), options) for one in given]
+    seen: set[str] = set()
+    for file in (file for one in listed for file in one.files):
+        place = place_of(file)
+        if place in seen:
+            raise UsageError(f"{file.path}: named twice; name it once")
+        seen.add(place)
+    if not seen:
+        raise NotFoundError("no files: name at least one")
+    if len(listed) == 1:
+        return listed[0]
+    return Source(
+        ", ".join(one.given for one in listed),
+        tuple(file for one in listed for file in one.files),
+        left_out={name: why for one in listed for name, why in one.left_out.items()},
+        notes=[note for one in listed for note in one.notes],
+    )
+
+
+def _list_source(given: str, options: ImportOptions) -> Source:
+    source = list_source(pinned_url(given), skip=options.skip_bad_rows, follow_links=options.follow_links)
+    for file in source.files:
+        if is_url(file.path):
+            split_url(file.path)  # refuses credentials: the URL is recorded
+    return source
+
+
+def place_of(file: SourceFile) -> str:
+    """Return the location that the root records: a URL, or a path without links."""
+    return file.path if is_url(file.path) else os.path.realpath(file.path)
+
+
+def place_of_folder(files: Sequence[SourceFile]) -> str:
+    """Return the location that the root records for a group: the folder that the names of its files start at.
+
+    Raises:
+        SourceError: The files are not below one folder.
+    """
+    folders = {file.path.removesuffix(file.name) for file in files}
+    if len(folders) > 1 or any(not file.path.endswith(file.name) for file in files):
+        raise SourceError(
+            f"{files[0].path}: files of several folders; adopt one folder at a time, "
+            "then join the versions with shardkit merge"
+        )
+    (folder,) = folders
+    return folder.rstrip("/") if is_url(folder) else os.path.realpath(folder or ".")
+
+
+def refuse_packed(file: SourceFile) -> None:
+    """Raise SourceError if a file is compressed as a whole, by its name: to open every file would take too long."""
+    if file.name.lower().endswith(_PACKED_NAMES):
+        raise SourceError(
+            f"{file.path}: compressed, so samples cannot be read out of its middle; {BUILD_INSTEAD}"
+        )
 
 
 def open_files(source: Source, kind: str | None, options: ImportOptions) -> AdoptableFiles:

@@ -19,14 +19,14 @@ from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     MAX_UNEVEN,
+    AdoptableFiles,
     AdoptTask,
-    FilledFiles,
+    FilePass,
     Report,
     ScannedFile,
     TooUnevenError,
     smaller,
 )
-from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.csv import CsvImporter, delimiter_of, numbered_cells
 from shardkit_tools.importers.json_lines import JsonLinesImporter
 from shardkit_tools.importers.line_ranges import count_plain_lines, rows_to_infer, whole_lines
@@ -40,7 +40,7 @@ _UTF8 = "utf-8-sig"
 
 
 @dataclass(frozen=True)
-class LineFiles(FilledFiles):
+class LineFiles(AdoptableFiles):
     """Files of JSON lines, or tables of CSV; types are inferred from all rows, as in a build."""
 
     importer: JsonLinesImporter | CsvImporter
@@ -65,7 +65,6 @@ class LineFiles(FilledFiles):
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read a file from start to end; memory holds one block, and its rows while they are checked."""
-        assert not axes, "the rows of a file of lines are one stratum"
         is_counted, block_rows = self._are_parsed, None
         while True:
             scan = _LineScan(self.importer, task, block_bytes, block_rows)

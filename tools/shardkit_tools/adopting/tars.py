@@ -1,4 +1,4 @@
-"""Scan a tar in one pass: index, digest and runs of rows of one label (SPEC.md §2).
+"""Adopt tars in one pass: index, digest and runs of rows of one label (SPEC.md §2).
 
 A tar is read in order from its first byte to its last, by the strict reader of the importers; nothing is
 copied. Memory: one block, one sample, and the index.
@@ -10,7 +10,7 @@ import io
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from shardkit.formats import FieldType, Schema
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     MAX_UNEVEN,
+    AdoptableFiles,
     AdoptTask,
+    FilePass,
     LabelRuns,
     Report,
     ScannedFile,
@@ -29,7 +31,6 @@ from shardkit_tools.adopting.files import (
     smaller,
 )
 from shardkit_tools.adopting.located_rows import LocatedRows, locate_decimal, refuse_array
-from shardkit_tools.adopting.scanned_blocks import FilePass
 from shardkit_tools.importers.numpy_arrays import read_header
 from shardkit_tools.importers.tar_members import TarSample, read_members, tar_samples
 from shardkit_tools.importers.webdataset import check_fields
@@ -37,6 +38,21 @@ from shardkit_tools.importers.webdataset import check_fields
 _MAX_GAP_BYTES = (5 << 30) + (
     64 << 20
 )  # the largest member that is read, or the padding after the end of a tar
+
+
+@dataclass(frozen=True)
+class Tars(AdoptableFiles):
+    """WebDataset tars."""
+
+    shard_format: ClassVar[str] = "tar"
+    has_strata: ClassVar[bool] = True
+    key_note: ClassVar[str] = (
+        "keys are unique inside a tar only, and JSON and media stay byte for byte as they are"
+    )
+
+    def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
+        skip = self.importer.options.skip_bad_rows
+        return _TarScan(task, self.schema, axes, block_bytes, report, skip).run()
 
 
 class _TarRow(NamedTuple):
@@ -88,7 +104,7 @@ class _HeldStream:
 
 
 @dataclass
-class TarScan:
+class _TarScan:
     """One pass over an uncompressed tar."""
 
     task: AdoptTask
