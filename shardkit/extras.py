@@ -1,10 +1,11 @@
-"""Commands in messages: optional packages to install, as the metadata of shardkit lists them, and quoted words."""
+"""Installed and optional packages, as metadata lists them, and commands in messages."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _REQUIREMENT = re.compile(r"([^;]*?)\s*;.*\bextra\s*==\s*['\"](\w+)['\"]")
 
@@ -17,6 +18,17 @@ def optional_packages() -> Iterator[tuple[str, str]]:
         match = _REQUIREMENT.fullmatch(text)
         if match is not None:
             yield match[2], match[1]
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the given packages that are installed, by name."""
+    import importlib.metadata  # slow to import
+
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def install_command(extra: str) -> str:

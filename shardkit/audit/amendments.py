@@ -16,10 +16,10 @@ import numpy as np
 from shardkit.audit.plans import RunPlan, find_plans
 from shardkit.audit.run_record import RunRecord, load_run, recent_step_seconds
 from shardkit.dataset import Dataset
-from shardkit.dataset.amendments import Versions
 from shardkit.dataset.committing import move_refs, standing_refs
+from shardkit.dataset.deriving import put_version
 from shardkit.dataset.lookups import check_absent, list_samples
-from shardkit.dataset.views import put_version
+from shardkit.dataset.run_plans import Versions
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StateError, UsageError
 from shardkit.formats import sha256_digest
 from shardkit.ledger.amendments import (

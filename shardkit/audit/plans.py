@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from shardkit.audit.mixtures import abandoned_plan, former_plans, has_decisions, ranges
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
-from shardkit.dataset.amendments import Versions
-from shardkit.dataset.recorded_plans import recorded_plan_of
+from shardkit.dataset.run_plans import Versions, recorded_plan_of
 from shardkit.errors import (
     ConfigurationError,
     FormatError,

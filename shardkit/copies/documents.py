@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from shardkit.documents import sha256_digest
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
 from shardkit.reading.objects import ROOT_NAME, Location
-from shardkit.repository.location_table import (
+from shardkit.repository.locations import (
     COPY_NAME,
     SPARES,
     TABLES,

@@ -14,11 +14,12 @@ from shardkit.reading.file_groups import MAX_GROUP_BYTES, FileGroup
 from shardkit.reading.inventory import MAX_RECORD_BYTES, parse_version_record, version_record_name
 from shardkit.reading.objects import ROOT_NAME
 from shardkit.reading.parity.sets import SetRecord
-from shardkit.repository.location_table import (
+from shardkit.repository.locations import (
     SPARES,
     TABLES,
     LocationRecord,
     LocationTable,
+    find_sibling_copies,
     location_of,
     read_mark,
     read_table,
@@ -28,9 +29,8 @@ from shardkit.repository.log import (
     MAX_ENTRY_BYTES,
     LogEntry,
 )
-from shardkit.repository.opening import find_sibling_copies
+from shardkit.stores.local import check_vacant
 from shardkit.stores.store import Store
-from shardkit.stores.vacancy import check_vacant
 
 _MAX_ERASURE_BYTES: Final = 2**28
 

@@ -16,7 +16,7 @@ from shardkit.documents import seconds_of
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.objects import ROOT_NAME, check_object
-from shardkit.repository.location_table import (
+from shardkit.repository.locations import (
     COPY_NAME,
     LocationRecord,
     LocationTable,

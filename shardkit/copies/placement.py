@@ -24,7 +24,7 @@ from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.inventory import Inventory, first_good, walk_versions
 from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.reading.parity.sets import parity_names
-from shardkit.repository.location_table import (
+from shardkit.repository.locations import (
     LocationRecord,
     LocationTable,
     first_root,

@@ -40,7 +40,7 @@ from shardkit.errors import (
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.objects import DEPTHS, ROOT_NAME, Depth, Location, copy_object
-from shardkit.repository.location_table import LocationTable, read_table
+from shardkit.repository.locations import LocationTable, read_table
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store

@@ -45,7 +45,7 @@ from shardkit.reading.inventory import (
 )
 from shardkit.reading.objects import ROOT_NAME, Depth, check_object
 from shardkit.reading.parity.sets import known_sets, read_record
-from shardkit.repository.location_table import (
+from shardkit.repository.locations import (
     SPARES,
     TABLES,
     LocationTable,

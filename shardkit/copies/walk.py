@@ -42,7 +42,7 @@ from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, CheckResult, Depth, Location, check_object
 from shardkit.reading.parity.rebuilding import restore
 from shardkit.reading.parity.sets import ParitySet, SetRecord, find_records, known_sets, read_record, sets_of
-from shardkit.repository.location_table import LocationRecord, draft_table, first_root, read_table
+from shardkit.repository.locations import LocationRecord, draft_table, first_root, read_table
 from shardkit.repository.log import LOG, NO_COMMIT, LogEntry
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository

@@ -22,7 +22,7 @@ from shardkit.plan.settings import LEAST_LANES, few_lanes
 from shardkit.ranges import parse_size
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
-from shardkit.stores.vacancy import check_vacant
+from shardkit.stores.local import check_vacant
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -408,7 +408,7 @@ class Dataset(Samples):
         check_plan(plan, self.manifest.id)
         dataset = self
         if run is not None and amendments:
-            from shardkit.dataset.amendments import apply_amendments  # imported only for loaders with a run
+            from shardkit.dataset.run_plans import apply_amendments  # imported only for loaders with a run
 
             dataset, plan = apply_amendments(self, plan, run)
         if mixer is not None:

@@ -28,7 +28,7 @@ from shardkit.manifest import Manifest, merge
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.objects import ROOT_NAME, check_object
 from shardkit.reading.parity.sets import SetRecord, sets_that_hold
-from shardkit.repository.location_table import read_table
+from shardkit.repository.locations import read_table
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, find_part, put_manifest
 from shardkit.stores.file_operations import FOLDER

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import index_array, joined_batch
 from shardkit.dataset.dataset import Dataset
+from shardkit.dataset.encoding import index_array, joined_batch
 from shardkit.dataset.shard_writing import publish_shard
 from shardkit.formats import RowBlock, Schema
 from shardkit.formats.arrow_payloads import stored_columns

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from shardkit.dataset.amendments import Versions
-from shardkit.dataset.recorded_plans import recorded_plan_of
+from shardkit.dataset.run_plans import Versions, recorded_plan_of
 from shardkit.dataset.samples import numbers_in
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.ledger import merge_journals

@@ -21,7 +21,9 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import (
+from shardkit.dataset.encoding import (
+    EncodedRow,
+    EncodedRows,
     index_array,
     joined_batch,
     optional_rows,
@@ -29,7 +31,6 @@ from shardkit.dataset.arrow_columns import (
     spool_array,
     spool_schema,
 )
-from shardkit.dataset.encoding import EncodedRow, EncodedRows
 from shardkit.dataset.layout import RowTable, order_keys
 from shardkit.dataset.scratch_reading import (
     Batches,

@@ -20,7 +20,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import index_array, joined_batch, numbers_of, spool_schema
+from shardkit.dataset.encoding import index_array, joined_batch, numbers_of, spool_schema
 from shardkit.errors import IntegrityError
 from shardkit.formats import RowBlock, Schema, generated_key, generated_keys
 from shardkit.formats.arrow_payloads import payload_column

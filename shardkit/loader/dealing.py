@@ -19,7 +19,7 @@ from shardkit.loader.ranks import Holders, LaneShares, Topology
 from shardkit.loader.settings import LoaderConfig, LoaderSetup, Sources
 from shardkit.loader.sharing import ServedCache, find_address, holders_of
 from shardkit.plan import Assignment, Plan, assign
-from shardkit.plan.locality import LaneOfBlock
+from shardkit.plan.assignment import LaneOfBlock
 from shardkit.reading.cache.catalogue import cached_places
 from shardkit.reading.located_store import LocatedStore
 from shardkit.telemetry.pages import parse_listen

@@ -23,7 +23,7 @@ from shardkit.ledger import Journal
 from shardkit.loader.ranks import Holders
 from shardkit.loader.schedule import plan_group
 from shardkit.loader.settings import LoaderSetup
-from shardkit.plan.locality import LaneOfBlock
+from shardkit.plan.assignment import LaneOfBlock
 from shardkit.reading.attestations import Attestation, ReadEvent, ReadEvents
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.cache.block_cache import BlockCache

@@ -11,9 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.errors import PlanError
 from shardkit.ranges import Range
 
+from .population import Population
 from .settings import check_range
 
 DATA_AXES = ("dp", "data", "replicate", "dp_replicate", "dp_shard", "fsdp", "shard", "ddp")
@@ -430,3 +432,35 @@ def rebalance(
         prefer="moves",
     )
     return Decision(number, step, moved, now, step_seconds(moved, telemetry))
+
+
+class LaneOfBlock:
+    """Function from blocks to the lanes whose hands contain most of their rows, in every epoch (SPEC.md §8).
+
+    The lane is computed without hands, because hands begin at l/L of their base orders. It can be wrong by one block at
+    borders of hands. It is not valid for the rest of an epoch after a change of lanes, nor for strata with few rows
+    per lane, which all lanes draw from.
+
+    Args:
+        population: rows of the plan.
+        lanes: L.
+        blocks: int64[segments], number of blocks of each segment.
+    """
+
+    def __init__(self, population: Population, lanes: int, blocks: Int64s) -> None:
+        rows, stratum = population.segment_rows, population.segment_stratum
+        order = np.argsort(stratum, kind="stable")
+        ends = np.cumsum(rows[order])
+        total = np.bincount(stratum, rows, len(population.strata)).astype(np.int64)
+        self._begin = np.empty_like(ends)  # position of each segment in the base order of its stratum
+        self._begin[order] = ends - rows[order] - (np.cumsum(total) - total)[stratum[order]]
+        self._rows, self._total, self._lanes = rows, np.maximum(1, total)[stratum], lanes
+        self._blocks, self._first = blocks, np.cumsum(blocks) - blocks
+
+    def __call__(self, block: Int64s) -> Int64s:
+        """Return the lane of each block: int64[n] for int64[n] block numbers in the dataset."""
+        segment = np.searchsorted(self._first, block, side="right") - 1
+        twice = 2 * (block - self._first[segment]) + 1
+        middle = self._begin[segment] + self._rows[segment] * twice // (2 * self._blocks[segment])
+        found: Int64s = np.minimum(middle * self._lanes // self._total[segment], self._lanes - 1)
+        return found

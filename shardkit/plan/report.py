@@ -11,15 +11,76 @@ from numpy.typing import NDArray
 from shardkit.arrays import Int64s
 from shardkit.notebook import page, table
 
+from .amendment import AnyGrid, RestGrid
+from .assignment import assign
 from .costs import Costs
 from .lengths import BucketGrid, JoinedGrid
-from .locality import lane_shards, node_reads, parts
 from .natural import NaturalGrid
 from .permutation import Feistel, derive
 from .plan import Plan
 from .population import BaseOrder, stratum_rows
 from .settings import LEAST_LANES, few_lanes, num_blocks
 from .weighted import WeightedGrid
+
+
+@dataclass(frozen=True)
+class NodeReads:
+    """Shards read by nodes in one epoch, or in one pass over all hands.
+
+    Attributes:
+        nodes: number of nodes; each has an equal number of neighbouring lanes.
+        shards: number of distinct shards read by each node.
+        bytes: bytes of these shards; -1 if the population does not know their sizes.
+        per_shard: shards summed over nodes, divided by the distinct shards of all nodes; at least 1.0.
+    """
+
+    nodes: int
+    shards: tuple[int, ...]
+    bytes: tuple[int, ...]
+    per_shard: float
+
+
+def lane_shards(plan: Plan, lane: int, epoch: int = 0) -> Int64s:
+    """Return the distinct shards with rows of a lane in an epoch, or in pass ``epoch`` with explicit weights."""
+    return np.unique(np.concatenate([_grid_shards(grid, lane, epoch) for grid in parts(plan.grid)]))
+
+
+def parts(grid: AnyGrid) -> list[NaturalGrid | WeightedGrid]:
+    """Return the natural and weighted grids that a grid is made of."""
+    if isinstance(grid, BucketGrid):
+        return list(grid.grids)
+    if isinstance(grid, (RestGrid, JoinedGrid)):
+        return parts(grid.after if isinstance(grid, RestGrid) else grid.inner)
+    return [grid]
+
+
+def _grid_shards(grid: NaturalGrid | WeightedGrid, lane: int, epoch: int) -> Int64s:
+    if isinstance(grid, NaturalGrid):
+        hand = grid.hands(epoch, (lane,))
+        return np.unique(grid.order.pieces(hand.group, hand.lo, hand.hi).shard)
+    over_all = grid.dealt_over_all()
+    strata = np.flatnonzero((grid.rows > 0) & ~over_all)
+    lo, hi = grid.tapes.hands(lane, strata, np.full(len(strata), epoch))
+    common = np.flatnonzero((grid.rows > 0) & over_all)  # any lane may draw any row of these
+    strata, lo = np.concatenate((strata, common)), np.concatenate((lo, np.zeros_like(common)))
+    return np.unique(grid.order.pieces(strata, lo, np.concatenate((hi, grid.rows[common]))).shard)
+
+
+def node_reads(plan: Plan, nodes: int, shards: Sequence[Int64s] | None = None, epoch: int = 0) -> NodeReads:
+    """Return the shards and bytes that each of ``nodes`` nodes reads; ``shards`` lists the shards of each lane."""
+    each = [lane_shards(plan, lane, epoch) for lane in range(plan.lanes)] if shards is None else shards
+    owners = assign(plan.lanes, nodes, nodes=range(nodes))
+    sets = [
+        np.unique(np.concatenate([each[lane] for lane in owners.lanes_of(node)])) for node in range(nodes)
+    ]
+    size = plan.population.shard_bytes
+    whole = len(np.unique(np.concatenate(sets)))
+    return NodeReads(
+        nodes,
+        tuple(len(s) for s in sets),
+        tuple(-1 if size is None else int(size[s].sum()) for s in sets),
+        sum(len(s) for s in sets) / max(1, whole),
+    )
 
 
 def describe_plan(plan: Plan, *, nodes: Sequence[int] = (1, 2, 4, 8), steps: int = 256) -> dict[str, object]:

@@ -30,7 +30,14 @@ from shardkit.reading.located_store import Locations, locate
 from shardkit.reading.objects import is_good, publish
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.garbage import check_not_deleted
-from shardkit.repository.location_table import read_mark, read_table
+from shardkit.repository.locations import (
+    check_log_is_not_lost,
+    check_root_is_not_lost,
+    identity_of_copies,
+    over_all,
+    read_mark,
+    read_table,
+)
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG,
@@ -44,13 +51,7 @@ from shardkit.repository.log import (
     first_identity,
     identity_in,
 )
-from shardkit.repository.opening import (
-    check_log_is_not_lost,
-    check_root_is_not_lost,
-    identity_of_copies,
-    over_all,
-)
-from shardkit.stores.local import LocalStore, open_store
+from shardkit.stores.local import LocalStore, check_vacant, open_store
 from shardkit.stores.store import (
     MAX_OBJECT_BYTES,
     Descriptor,
@@ -61,7 +62,6 @@ from shardkit.stores.store import (
     read_object,
     root_store,
 )
-from shardkit.stores.vacancy import check_vacant
 
 DEFAULT_REF: Final = "main"
 """Ref to use if the caller names none."""

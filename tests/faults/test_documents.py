@@ -23,7 +23,7 @@ from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.inventory import parse_version_record
 from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.garbage import put_list, read_list, read_marks, write_marks
-from shardkit.repository.location_table import CopyMark, LocationTable
+from shardkit.repository.locations import CopyMark, LocationTable
 from shardkit.repository.log import Deletion, Identity, LogEntry
 from shardkit.repository.versions import PartLocation
 from shardkit.stores.file_operations import FileOperations, Handle, substituted

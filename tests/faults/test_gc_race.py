@@ -19,7 +19,7 @@ from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.placement import find_needed
 from shardkit.errors import CommitConflict, UsageError
 from shardkit.reading.inventory import take_inventory
-from shardkit.repository.location_table import LocationRecord, read_table
+from shardkit.repository.locations import LocationRecord, read_table
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 from tests.drills import DRILLS

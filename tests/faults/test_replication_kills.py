@@ -22,7 +22,7 @@ from shardkit.copies.replicate import replicate
 from shardkit.copies.walk import CheckSettings
 from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import take_inventory
-from shardkit.repository.location_table import LocationRecord, read_table
+from shardkit.repository.locations import LocationRecord, read_table
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
@@ -38,7 +38,7 @@ from shardkit.repository.repository import Repository
 from shardkit.copies import collecting
 from shardkit.copies.collecting import collect
 from shardkit.stores.file_operations import substituted
-from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.locations import LocationRecord
 from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.walk import CheckSettings
 from shardkit.copies.replicate import replicate

@@ -10,7 +10,7 @@ import pytest
 import shardkit
 from shardkit.errors import UsageError
 from shardkit.reading.cache.block_cache import BlockCache
-from shardkit.stores.vacancy import Kind, check_vacant
+from shardkit.stores.local import Kind, check_vacant
 from tests.command_line import call, output_of
 
 KINDS: tuple[Kind, ...] = ("dataset", "copy", "cache", "run")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -20,10 +19,8 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit.stores.store import object_name
 from shardkit_tools.adopting import adopt, adoption
-from shardkit_tools.adopting.adoption import AdoptWorker, grouped
+from shardkit_tools.adopting.adoption import grouped
 from shardkit_tools.adopting.formats import find_files, open_files
-from shardkit_tools.building import worker
-from shardkit_tools.building.job import NO_FOLDER
 from shardkit_tools.importers import ImportOptions
 
 
@@ -116,28 +113,6 @@ def test_files_before_a_bad_one_of_their_group_are_not_read_again(tmp_path: Path
     bad.write_bytes(good)
     assert adopt([folder], tmp_path / "root", options=options).reused == 4
     assert [row["n"] for row in shardkit.open(tmp_path / "root")] == list(range(12))
-
-
-def test_a_worker_reports_sums_a_few_times_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each report is a message to another process, and a tar has thousands of small members."""
-    folder = tmp_path / "lines"
-    folder.mkdir()
-    for file in range(3):
-        (folder / f"{file}.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(500)))
-    source = open_files(find_files([folder], ImportOptions()), None, ImportOptions())
-    (group,) = grouped(source.tasks())
-    times = iter(range(10**9))
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        worker, "time", SimpleNamespace(monotonic=lambda: next(times) / 5_000)
-    )  # 0.2 s are 1,000 calls
-    AdoptWorker(None, NO_FOLDER, source, (), 1 << 20).work(group, lambda *one: told.append(one))
-    assert (sum(rows for rows, _ in told), sum(size for _, size in told)) == (1_500, group_bytes(folder))
-    assert len(told) <= 3
-
-
-def group_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_groups_have_limits_and_keep_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import shardkit
 from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.replicate import ReplicationLag
-from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.locations import LocationRecord
 from shardkit.repository.repository import Repository
 from shardkit.telemetry import Record, RunTelemetry, summarise
 from tests.unit.telemetry_series import made_series

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.audit import ChangeRequest, amend_run, audit_run
-from shardkit.dataset.amendments import apply_amendments
+from shardkit.dataset.run_plans import apply_amendments
 from tests.numbered_rows import write_rows
 
 BATCH, LANES, ROWS = 8, 4, 160

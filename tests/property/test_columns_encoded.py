@@ -13,8 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardkit.dataset.arrow_columns import sample_batch, spool_array
-from shardkit.dataset.encoding import CLASS_AXIS, EncodedRow, RowEncoder, RowOrigin, ordinal_identity
+from shardkit.dataset.encoding import (
+    CLASS_AXIS,
+    EncodedRow,
+    RowEncoder,
+    RowOrigin,
+    ordinal_identity,
+    sample_batch,
+    spool_array,
+)
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import IntegrityError

@@ -8,8 +8,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardkit.plan import Plan, Population, make_plan
-from shardkit.plan.locality import lane_shards, node_reads
-from shardkit.plan.report import describe_plan, efficiency, full_shuffle, measure, mixing
+from shardkit.plan.report import (
+    describe_plan,
+    efficiency,
+    full_shuffle,
+    lane_shards,
+    measure,
+    mixing,
+    node_reads,
+)
 
 
 def spread(counts: list[int], shards: int, block_rows: int) -> Population:

@@ -13,7 +13,7 @@ from shardkit.copies.place import PlacementChange, place
 from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.parity.sets import SetRecord
-from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.locations import LocationRecord
 from shardkit.repository.log import IDENTITY_NAME, Identity
 from shardkit.repository.policy import Parity, Policy
 from shardkit.repository.repository import Repository

@@ -19,8 +19,8 @@ import os, signal, time
 from shardkit.errors import SourceError
 
 class Doubler:
-    def __init__(self, factor):
-        self.factor = factor
+    def __init__(self, factor, reports=1):
+        self.factor, self.reports = factor, reports
     def work(self, item, report):
         if item == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -31,7 +31,8 @@ class Doubler:
         if item == "slow":
             time.sleep(0.5)
             return os.getpid()
-        report(1, item)
+        for _ in range(self.reports):
+            report(1, item)
         return item * self.factor, os.getpid()
     def close(self):
         pass
@@ -66,6 +67,16 @@ def test_all_results_arrive_and_processes_are_kept(doubler: Any) -> None:
     assert sorted(result for result, _ in second) == [3 * n for n in range(30)]
     assert sorted(seen) == [(1, n) for n in range(30)]
     assert {pid for _, pid in second} <= {pid for _, pid in first}
+
+
+def test_reports_of_a_process_are_added_up(doubler: Any) -> None:
+    """Each report is a message to another process, and a tar has thousands of small members."""
+    seen: list[tuple[int, int]] = []
+    with LocalEngine(2) as processes:
+        make = functools.partial(doubler, 2, reports=5_000)
+        list(processes.run(make, [3], lambda rows, size: seen.append((rows, size))))
+    assert (sum(rows for rows, _ in seen), sum(size for _, size in seen)) == (5_000, 15_000)
+    assert len(seen) < 50
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

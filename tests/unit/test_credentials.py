@@ -21,7 +21,7 @@ from shardkit.credentials import (
 )
 from shardkit.dataset.about import parse_about
 from shardkit.errors import UsageError
-from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.locations import LocationRecord
 from shardkit.repository.log import parse_dataset_url
 from shardkit.stores.local import open_store
 from shardkit.stores.remote.addresses import parse_address, split_url

@@ -21,7 +21,7 @@ from shardkit.loader import Loader, Rebalancing
 from shardkit.loader.dealing import bytes_nearby
 from shardkit.loader.sharing import find_address
 from shardkit.plan import Assignment, Plan, Population, assign, make_plan
-from shardkit.plan.locality import LaneOfBlock
+from shardkit.plan.assignment import LaneOfBlock
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.objects import Location
 from shardkit.stores.local import LocalStore

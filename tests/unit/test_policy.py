@@ -19,7 +19,7 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.reading.located_store import LocatedStore
-from shardkit.repository.location_table import (
+from shardkit.repository.locations import (
     COPY_NAME,
     LocationRecord,
     LocationTable,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardkit.errors import RunError, SampleError, StoreError
-from shardkit_tools.building import ray_engine
+from shardkit_tools.building import engines
 
 
 @pytest.mark.parametrize(
@@ -18,15 +18,15 @@ from shardkit_tools.building import ray_engine
 def test_workers_of_a_cluster_that_was_there_may_be_anywhere(
     address: str | None, joined: bool, is_remote: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_engine, "_import_ray", lambda: SimpleNamespace(is_initialized=lambda: joined))
-    assert ray_engine.RayEngine(2, address).is_remote is is_remote
+    monkeypatch.setattr(engines, "_import_ray", lambda: SimpleNamespace(is_initialized=lambda: joined))
+    assert engines.RayEngine(2, address).is_remote is is_remote
 
 
 def test_tasks_are_as_many_as_the_cluster_has_processors_now(monkeypatch: pytest.MonkeyPatch) -> None:
     resources = {"CPU": 1.0}
     fake = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: resources)
-    monkeypatch.setattr(ray_engine, "_import_ray", lambda: fake)
-    free, bounded = ray_engine.RayEngine(), ray_engine.RayEngine(2)
+    monkeypatch.setattr(engines, "_import_ray", lambda: fake)
+    free, bounded = engines.RayEngine(), engines.RayEngine(2)
     assert (free._slots(), bounded._slots()) == (1, 1)
     resources["CPU"] = 8.0  # nodes have joined
     assert (free._slots(), bounded._slots()) == (8, 2)
@@ -35,18 +35,18 @@ def test_tasks_are_as_many_as_the_cluster_has_processors_now(monkeypatch: pytest
 
 
 def test_a_node_with_other_versions_is_refused() -> None:
-    found = ray_engine._own_versions()
+    found = engines._own_versions()
     assert {"shardkit", "zstandard", "pyarrow"} <= set(found)
-    given = ray_engine._Driver("driver", {**found, "zstandard": "0.1"})
+    given = engines._Driver("driver", {**found, "zstandard": "0.1"})
     with pytest.raises(RunError, match=rf"zstandard {found['zstandard']}, not 0\.1.*same versions"):
-        ray_engine._worker("a list of tasks", [], given)
+        engines._worker("a list of tasks", [], given)
 
 
 def test_errors_of_files_say_what_every_node_must_see() -> None:
     error = StoreError("read /data/x: No such file or directory")
-    assert ray_engine._with_reason(error, platform.node()) is error
-    elsewhere = ray_engine._with_reason(error, "another node")
+    assert engines._with_reason(error, platform.node()) is error
+    elsewhere = engines._with_reason(error, "another node")
     assert isinstance(elsewhere, StoreError)
     assert "every node of the cluster must see" in str(elsewhere)
     sample = SampleError("row 3: no number")
-    assert ray_engine._with_reason(sample, "another node") is sample
+    assert engines._with_reason(sample, "another node") is sample

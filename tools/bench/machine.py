@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardkit_tools.installed import installed
+from shardkit.extras import installed
 
 _PACKAGES = ("shardkit", "torch", "torchvision", "numpy", "pyarrow", "zstandard", "pillow")
 

@@ -25,8 +25,7 @@ import numpy as np
 
 from bench.contests import Round, time_round
 from shardkit.plan import Plan, Population, make_plan
-from shardkit.plan.locality import lane_shards, node_reads
-from shardkit.plan.report import mixing
+from shardkit.plan.report import lane_shards, mixing, node_reads
 from shardkit_tools.simulation.reading import spread_population
 
 ROWS, SHARDS, STRATA, BATCH = 10**9, 10**5, 50, 4096

@@ -21,15 +21,14 @@ from shardkit.copies.replicate import CopyTask, copy_task, find_lag
 from shardkit.copies.walk import CheckSettings, CopyCheck
 from shardkit.errors import ConfigurationError, ShardkitError, StoreError, UsageError
 from shardkit.reading.objects import CheckResult, check_object
-from shardkit.repository.location_table import LocationRecord, read_table
+from shardkit.repository.locations import LocationRecord, read_table
 from shardkit.repository.log import IDENTITY_NAME
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, root_store
 from shardkit.stores.waiting import Hours, RateLimiter, parse_bandwidth
 from shardkit_tools import console
-from shardkit_tools.building.engines import Engine, open_engine
-from shardkit_tools.building.worker import Report
+from shardkit_tools.building.engines import Engine, Report, open_engine
 from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.options import EngineName
 

@@ -21,9 +21,8 @@ from shardkit.documents import sha256_digest
 from shardkit.errors import ConfigurationError, IntegrityError, RunError, StateError
 from shardkit.ledger import bind_configuration, bound_settings, setting_differences
 from shardkit.stores.file_operations import explained
-from shardkit.stores.local import open_store
+from shardkit.stores.local import check_vacant, open_store
 from shardkit.stores.store import Store
-from shardkit.stores.vacancy import check_vacant
 from shardkit.telemetry.recorder import EventLog
 from shardkit.telemetry.records import json_object, read_documents
 

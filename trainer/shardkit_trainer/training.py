@@ -22,7 +22,7 @@ from torch.distributed import DistError
 from torch.distributed import distributed_c10d as c10d
 
 import shardkit
-from shardkit.dataset.amendments import Versions
+from shardkit.dataset.run_plans import Versions
 from shardkit.errors import ConfigurationError, RunError
 from shardkit.function_names import load_named
 from shardkit.ledger import ledger_head, recorded_plan, setting_differences

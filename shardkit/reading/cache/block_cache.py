@@ -28,8 +28,8 @@ from shardkit.reading.cache.catalogue import CachedBlock, Catalogue
 from shardkit.reading.cache.eviction import Lease, Neighbours, choose_victims
 from shardkit.reading.objects import BlockRequest
 from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
+from shardkit.stores.local import check_vacant
 from shardkit.stores.ownership import WriteAccess
-from shardkit.stores.vacancy import check_vacant
 
 BLOCKS: Final = "blocks"
 """Folder of the blocks in a cache."""

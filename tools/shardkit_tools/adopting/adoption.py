@@ -35,10 +35,9 @@ from shardkit.repository.versions import put_manifest
 from shardkit.stores.store import Descriptor
 from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptableFiles, AdoptTask, Runs, ScannedFile
 from shardkit_tools.adopting.formats import find_files, open_files, place_of, place_of_folder
-from shardkit_tools.building.engines import Engine, is_small, open_engine
+from shardkit_tools.building.engines import Engine, Report, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
-from shardkit_tools.building.worker import PacedReport, Report
 from shardkit_tools.console import count_text
 from shardkit_tools.importers.protocol import ImportOptions, refuse_failures
 
@@ -120,11 +119,9 @@ class AdoptWorker:
 
     def work(self, item: TaskGroup, report: Report) -> list[AdoptedShard]:
         """Read the files of a group one after the other; threads write what is known about the files before."""
-        paced = PacedReport(report)
         # after an error, the facts of files that were read are written before it is raised
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="shardkit-adopt") as writers:
-            adopted = [self.adopt_file(task, paced, writers) for task in item.tasks]
-        paced.finish()
+            adopted = [self.adopt_file(task, report, writers) for task in item.tasks]
         return [one.result() for one in adopted]
 
     def adopt_file(

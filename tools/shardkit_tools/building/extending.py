@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import SourcesObject, pack_sources
-from shardkit.dataset.arrow_columns import index_array, joined_batch, sample_batch
 from shardkit.dataset.committing import Moved, move_refs, standing_refs
+from shardkit.dataset.encoding import index_array, joined_batch, sample_batch
 from shardkit.dataset.extending import extend_version
 from shardkit.dataset.lookups import KEY, Entries, Hashes, hash_payloads
 from shardkit.errors import SampleError, SchemaError, SourceError, UsageError

@@ -23,9 +23,9 @@ from shardkit.errors import ConfigurationError
 from shardkit.formats import RowBlock, Schema, raw_row_bytes
 from shardkit.formats.block import payloads_of
 from shardkit.loader.packed_rows import BOUNDARIES
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import JobFolder
 from shardkit_tools.building.passes import ITEMS, TaskFacts, TaskRows
-from shardkit_tools.building.worker import Report
 
 _Piece: TypeAlias = tuple[int, int, int]  # (document, first item, items)
 _Held: TypeAlias = tuple[RowBlock, Mapping[str, Sequence[bytes | memoryview]]]

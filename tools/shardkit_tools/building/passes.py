@@ -17,8 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
-from shardkit.dataset.arrow_columns import index_array
-from shardkit.dataset.encoding import RowEncoder
+from shardkit.dataset.encoding import RowEncoder, index_array
 from shardkit.dataset.scratch import Rows, RowSpool, ShardRows
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.shard_writing import write_shard
@@ -36,10 +35,10 @@ from shardkit.formats.block import PayloadColumn, payloads_of, sizes_of
 from shardkit.manifest import ShardRecord
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import object_name
+from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import Job, JobFolder
 from shardkit_tools.building.outcome import SkippedRow
 from shardkit_tools.building.source_digests import TaskDigests, check_unchanged, digest_record
-from shardkit_tools.building.worker import PacedReport, Report
 from shardkit_tools.importers.protocol import (
     DecodedRows,
     DecodedStream,
@@ -215,7 +214,7 @@ class ReadWorker:
                 digested = item.task.files if item.digests else ()
                 digests = TaskDigests(digested, digesting, whole=self._reads_whole)
                 rows = self._decode(item.task, digests.add)
-                skipped = self._read(item.task, rows, spool, PacedReport(report, item.task.size))
+                skipped = self._read(item.task, rows, spool, report)
                 files = digests.results()
             for file in item.task.files:
                 check_unchanged(file)
@@ -240,12 +239,21 @@ class ReadWorker:
             yield SourceFailure(task.name, -1, error)
 
     def _read(
-        self, task: SourceTask, rows: DecodedStream, spool: RowSpool, paced: PacedReport
+        self, task: SourceTask, rows: DecodedStream, spool: RowSpool, report: Report
     ) -> list[SkippedRow]:
         paths = {file.name: file.path for file in task.files}
         skipped: list[SkippedRow] = []
+        left = task.size  # bytes of the source that are not reported
+
+        def spooled(count: int, size: int) -> None:
+            nonlocal left
+            left -= (size := min(size, left))
+            report(count, size)
+
         for found in rows:
-            failures = [found] if isinstance(found, SourceFailure) else self._take(found, paths, spool, paced)
+            failures = (
+                [found] if isinstance(found, SourceFailure) else self._take(found, paths, spool, spooled)
+            )
             for failure in failures:
                 if not (self.skip or self._reads_whole):
                     raise failure.error
@@ -258,11 +266,11 @@ class ReadWorker:
                     f"{task.name}: more than {_MAX_SKIPPED} rows cannot be read, the last is {skipped[-1].message}; "
                     "this is not a few bad rows: fix the source or the schema"
                 )
-        paced.finish()
+        report(0, left)
         return skipped
 
     def _take(
-        self, found: DecodedRows, paths: Mapping[str, str], spool: RowSpool, paced: PacedReport
+        self, found: DecodedRows, paths: Mapping[str, str], spool: RowSpool, spooled: Report
     ) -> list[SourceFailure]:
         """Spool rows; return a failure for each row that cannot be stored."""
         names, numbers, keys = found.origin.source_names, found.origin.source_row, found.origin.keys
@@ -275,7 +283,7 @@ class ReadWorker:
         rows, errors = self.encoder.encode_rows(columns, found.origin, name_of)
         if rows is not None:
             spool.append_rows(dataclasses.replace(rows, marks=self.marks.marks(rows.columns)))
-            paced(len(rows), int(rows.raw_bytes.sum()))
+            spooled(len(rows), int(rows.raw_bytes.sum()))
             return []
         good = np.array([row for row in range(len(names)) if row not in errors], np.int64)
         if len(good):
@@ -283,7 +291,7 @@ class ReadWorker:
                 DecodedRows(found.batch.take(index_array(good)), found.origin.take(good)),
                 paths,
                 spool,
-                paced,
+                spooled,
             )
         return [SourceFailure(names[row], int(numbers[row]), errors[row]) for row in sorted(errors)]
 

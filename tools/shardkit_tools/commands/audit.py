@@ -42,7 +42,7 @@ from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
 from shardkit_tools.commands.verify import parse_share
 from shardkit_tools.console import count_text
-from shardkit_tools.help_pages import CommandPage, GroupPage
+from shardkit_tools.main import CommandPage, GroupPage
 from shardkit_tools.observing.spike_page import spike_page
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import AbsentOption, read_values, sample_number

@@ -152,8 +152,8 @@ def build(
     Example: shardkit build photos/ data/cats --stratify label --split train=0.9,val=0.1
     """
     # --help needs none of it, and pyarrow takes long to import
-    from shardkit_tools.build_report import document, print_result, progress_text
     from shardkit_tools.building.build_run import build as build_dataset
+    from shardkit_tools.version_report import document, print_result, progress_text
 
     settings = options.settings_for(build_dataset, locals()) | {
         "options": ImportOptions(

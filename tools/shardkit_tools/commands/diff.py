@@ -15,7 +15,7 @@ from shardkit.manifest import ShardTable
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, share_text, short_id
 from shardkit_tools.options import argument, option
-from shardkit_tools.versions import parse_url, stratum_label
+from shardkit_tools.version_report import parse_url, stratum_label
 
 _STRATA_SHOWN = 25
 

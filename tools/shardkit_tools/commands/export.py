@@ -55,8 +55,8 @@ from shardkit.ranges import parse_size
 from shardkit.reading.adopted import adopted_place
 from shardkit.reading.inventory import take_inventory
 from shardkit.stores.file_operations import explained
+from shardkit.stores.local import check_outside
 from shardkit.stores.store import object_name
-from shardkit.stores.vacancy import check_outside
 from shardkit_tools import console
 from shardkit_tools.console import bytes_text, count_text
 from shardkit_tools.importers.tar_members import FIELD_OF_EXTENSION

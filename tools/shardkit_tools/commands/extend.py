@@ -11,7 +11,7 @@ from shardkit_tools.building.extending import extend as extend_version
 from shardkit_tools.importers import ImportOptions, parse_field_types
 from shardkit_tools.importers.protocol import parse_pairs
 from shardkit_tools.options import argument, option
-from shardkit_tools.versions import moved_document, parse_url
+from shardkit_tools.version_report import moved_document, parse_url
 
 
 def extend(

@@ -11,7 +11,7 @@ from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.console import short_id
 from shardkit_tools.options import argument, option
-from shardkit_tools.versions import time_text
+from shardkit_tools.version_report import time_text
 
 
 def log(

@@ -10,7 +10,7 @@ from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, short_id
 from shardkit_tools.options import argument
-from shardkit_tools.versions import named_versions, time_text
+from shardkit_tools.version_report import named_versions, time_text
 
 
 def ls(

@@ -9,7 +9,7 @@ from shardkit.dataset.deriving import merge_datasets
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.options import argument
-from shardkit_tools.versions import moved_document, parse_url
+from shardkit_tools.version_report import moved_document, parse_url
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")

@@ -10,7 +10,7 @@ from shardkit.copies.place import place as place_root
 from shardkit.errors import UsageError
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
-from shardkit.repository.location_table import LocationRecord
+from shardkit.repository.locations import LocationRecord
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options

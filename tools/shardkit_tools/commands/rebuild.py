@@ -9,13 +9,12 @@ from typing import Annotated, Any
 from shardkit.dataset.version_plan import VersionSettings
 from shardkit.repository.repository import DEFAULT_REF
 from shardkit_tools import console, options
-from shardkit_tools.build_report import document, print_result, progress_text
 from shardkit_tools.building.rebuilding import label_again
 from shardkit_tools.building.rebuilding import rebuild as rebuild_version
 from shardkit_tools.commands.build import split_shares
 from shardkit_tools.console import count_text, short_id
 from shardkit_tools.options import ShardFormat, argument, option
-from shardkit_tools.versions import parse_url
+from shardkit_tools.version_report import document, parse_url, print_result, progress_text
 
 
 def rebuild(

@@ -17,7 +17,7 @@ from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, short_id
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import AbsentOption, read_values, split_values
-from shardkit_tools.versions import parse_url
+from shardkit_tools.version_report import parse_url
 
 
 def remove(

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.committing import move_refs, standing_refs
+from shardkit.dataset.deriving import put_version
 from shardkit.dataset.lookups import NUMBER, check_absent, list_samples
-from shardkit.dataset.views import put_version
 from shardkit.errors import UsageError
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import AbsentOption, read_values
-from shardkit_tools.versions import moved_document, parse_url
+from shardkit_tools.version_report import moved_document, parse_url
 
 
 def select(

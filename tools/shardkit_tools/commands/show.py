@@ -14,17 +14,16 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.errors import UsageError
-from shardkit.extras import install_command, optional_packages
+from shardkit.extras import install_command, installed, optional_packages
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.inventory import read_root
 from shardkit.repository.log import LogEntry, first_commit
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, share_text, short_id
-from shardkit_tools.installed import installed
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import sample_number
-from shardkit_tools.versions import named_versions, parse_url, stratum_label, time_text
+from shardkit_tools.version_report import named_versions, parse_url, stratum_label, time_text
 
 _STRATA_SHOWN = 25
 _TERMS_SHOWN = ("licence", "source", "contact")

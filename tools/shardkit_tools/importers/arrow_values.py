@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardkit.dataset.arrow_columns import index_array
-from shardkit.dataset.encoding import RowOrigin
+from shardkit.dataset.encoding import RowOrigin, index_array
 from shardkit.errors import SchemaError
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.arrow_payloads import stored_columns

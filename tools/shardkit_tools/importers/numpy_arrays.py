@@ -21,8 +21,7 @@ import pyarrow as pa
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from shardkit.dataset.arrow_columns import index_array
-from shardkit.dataset.encoding import RowOrigin
+from shardkit.dataset.encoding import RowOrigin, index_array
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import FieldType
 from shardkit.formats.arrow_writing import arrow_array, arrow_schema

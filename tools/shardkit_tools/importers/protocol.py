@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, r
 
 import numpy as np
 
-from shardkit.dataset.arrow_columns import sample_batch
-from shardkit.dataset.encoding import RowOrigin
+from shardkit.dataset.encoding import RowOrigin, sample_batch
 from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError, UsageError
 from shardkit.extras import shell_word
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema
