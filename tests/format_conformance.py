@@ -159,6 +159,16 @@ class FormatConformance:
             block_rows=self.block_rows,
         )
 
+    def writer(self, sink: Any) -> ShardWriter:
+        """A writer of the pair under test."""
+        return ShardWriter(
+            sink,
+            format=self.format,
+            compression=self.compression,
+            schema=EXAMPLE_SCHEMA,
+            block_rows=self.block_rows,
+        )
+
     def blocks(self, shard: tuple[bytes, ShardIndex]) -> list[Block]:
         """Every block of a shard, decoded."""
         data, index = shard
@@ -224,15 +234,18 @@ class FormatConformance:
         assert again.keys() == [f"key-{place}" for place in range(self.count)]
         assert again.schema == EXAMPLE_SCHEMA
 
-    def test_index_can_be_made_anew(self, shard: tuple[bytes, ShardIndex]) -> None:
-        index = build_index(
-            shard[0],
+    def index_of(self, data: bytes) -> ShardIndex:
+        """An index that is made anew from the bytes of a shard."""
+        return build_index(
+            data,
             format=self.format,
             compression=self.compression,
             schema=EXAMPLE_SCHEMA,
             block_rows=self.block_rows,
         )
-        assert index.to_bytes() == shard[1].to_bytes()
+
+    def test_index_can_be_made_anew(self, shard: tuple[bytes, ShardIndex]) -> None:
+        assert self.index_of(shard[0]).to_bytes() == shard[1].to_bytes()
 
     def test_blocks_cover_the_rows(self, shard: tuple[bytes, ShardIndex]) -> None:
         index = shard[1]
@@ -323,25 +336,13 @@ class FormatConformance:
             ([Row(f"k{i}", payloads) for i in range(self.block_rows + 1)], UsageError, "9 rows"),
         ]
         for rows, error, message in cases:
-            writer = ShardWriter(
-                io.BytesIO(),
-                format=self.format,
-                compression=self.compression,
-                schema=EXAMPLE_SCHEMA,
-                block_rows=self.block_rows,
-            )
+            writer = self.writer(io.BytesIO())
             with pytest.raises(error, match=message):
                 writer.write_block(rows)
 
     def test_a_failed_writer_stays_failed(self, samples: list[dict[str, Any]]) -> None:
         payloads = EXAMPLE_SCHEMA.encode(samples[1], where="test")
-        writer = ShardWriter(
-            io.BytesIO(),
-            format=self.format,
-            compression=self.compression,
-            schema=EXAMPLE_SCHEMA,
-            block_rows=2,
-        )
+        writer = self.writer(io.BytesIO())
         writer.write_block([Row("a", payloads)])
         with pytest.raises(SampleError):
             writer.write_block([Row("a", payloads)])
@@ -358,13 +359,7 @@ class FormatConformance:
                 return min(1000, len(data))
 
         sink = Reluctant()
-        writer = ShardWriter(
-            sink,
-            format=self.format,
-            compression=self.compression,
-            schema=EXAMPLE_SCHEMA,
-            block_rows=self.block_rows,
-        )
+        writer = self.writer(sink)
         rows = [Row(f"key-{i}", EXAMPLE_SCHEMA.encode(sample, where="x")) for i, sample in enumerate(samples)]
         for start in range(0, len(rows), self.block_rows):
             writer.write_block(rows[start : start + self.block_rows])
@@ -384,13 +379,7 @@ class FormatConformance:
             keys=keys,
         )
         mine = self.write(samples)[1]
-        index = build_index(
-            data,
-            format=self.format,
-            compression=self.compression,
-            schema=EXAMPLE_SCHEMA,
-            block_rows=self.block_rows,
-        )
+        index = self.index_of(data)
         mixed = dataclasses.replace(index, key_texts=mine.key_texts)
         with pytest.raises(IntegrityError):
             read_block(stored_block(data, index, 0), mine, 0)

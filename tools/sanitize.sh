@@ -34,7 +34,7 @@ compile -fsanitize=address,undefined -fno-sanitize-recover=all
 LD_PRELOAD="$(library libasan.so)" PYTHONMALLOC=malloc \
     ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     "$python" -m pytest -q -n 0 -p no:cacheprovider tests/property/test_compiled_modules.py \
-    tests/property/test_gather_paths.py tests/property/test_block_placing.py \
+    tests/property/test_gather.py tests/property/test_block_placing.py \
     tests/unit/test_block_window.py "$@"
 
 # Its threads and locks: the interpreter itself is not instrumented, so nothing is told of its objects.

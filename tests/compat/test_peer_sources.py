@@ -11,9 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -95,19 +93,6 @@ def test_parquet_row_groups_are_read_apart(tmp_path: Path, monkeypatch: pytest.M
     assert [row.source_row for row in check_importer(importer)] == list(range(100))
 
 
-def test_parquet_by_polars_and_duckdb(tmp_path: Path) -> None:
-    frame = pl.DataFrame({"a": [1, 2, 3], "s": ["x", "", "z"], "l": [[1.5], [], [2.5, 3.5]]})
-    frame.write_parquet(tmp_path / "polars.parquet")
-    same_rows(
-        rows_of(open_source(str(tmp_path / "polars.parquet"))),
-        pl.read_parquet(tmp_path / "polars.parquet").to_dicts(),
-    )
-    path = tmp_path / "duck.parquet"
-    duckdb.sql(f"copy (select range as a, 'r' || range as s from range(50)) to '{path}' (format parquet)")
-    expected = [{"a": a, "s": s} for a, s in duckdb.execute(f"select * from '{path}'").fetchall()]
-    same_rows(rows_of(open_source(str(path))), expected)
-
-
 @pytest.mark.parametrize("compression", ["uncompressed", "zstd", "lz4"])
 def test_feather(tmp_path: Path, compression: str) -> None:
     whole = table(500)
@@ -115,16 +100,6 @@ def test_feather(tmp_path: Path, compression: str) -> None:
     importer = open_source(str(tmp_path / "a.feather"))
     assert types_of(importer) == TYPES
     same_rows(rows_of(importer), pa.feather.read_table(str(tmp_path / "a.feather")).to_pylist())
-
-
-def test_arrow_files_and_streams(tmp_path: Path) -> None:
-    whole = table(300)
-    with pa.ipc.new_file(str(tmp_path / "a.arrow"), whole.schema) as writer:
-        writer.write_table(whole, max_chunksize=40)
-    with pa.ipc.new_stream(str(tmp_path / "b.arrow"), whole.schema) as writer:
-        writer.write_table(whole, max_chunksize=70)
-    importer = open_source(str(tmp_path))
-    same_rows(rows_of(importer), whole.to_pylist() * 2)
 
 
 def test_our_own_arrow_shards(tmp_path: Path) -> None:
@@ -155,14 +130,6 @@ def test_csv_by_the_standard_library(tmp_path: Path, suffix: str) -> None:
         {"i": -2, "f": 3.0, "s": "two\nlines", "b": False, "code": "8"},
         {"i": 3, "f": 1000.0, "s": "", "b": True, "code": "9"},
     ]
-
-
-def test_csv_by_polars(tmp_path: Path) -> None:
-    frame = pl.DataFrame(
-        {"a": range(2000), "x": [n / 7 for n in range(2000)], "s": [f'"{n},"\n' for n in range(2000)]}
-    )
-    frame.write_csv(tmp_path / "a.csv")
-    same_rows(rows_of(open_source(str(tmp_path / "a.csv"))), pl.read_csv(tmp_path / "a.csv").to_dicts())
 
 
 def test_huggingface_folders(tmp_path: Path) -> None:
@@ -241,33 +208,6 @@ def test_class_names_that_are_in_the_files(tmp_path: Path) -> None:
         hostile = b'{"info": {"features": {"label": {"_type": "ClassLabel", "names": %s}}}}' % names
         pq.write_table(table.replace_schema_metadata({"huggingface": hostile}), tmp_path / "d.parquet")
         assert open_source(str(tmp_path / "d.parquet")).classes == ()
-
-
-@pytest.mark.parametrize("written", ["to_parquet", "save_to_disk"])
-@pytest.mark.parametrize("gaps", [False, True])
-def test_files_as_the_hub_keeps_them(tmp_path: Path, written: str, gaps: bool) -> None:
-    """Pictures and sounds of `datasets` are their bytes, to the last one, with the sampling rate that is in them."""
-    datasets = pytest.importorskip("datasets")
-    samples = []
-    for number in range(12):
-        stream = io.BytesIO()
-        Image.new("RGB", (4, 4), (number, 0, 0)).save(stream, "PNG")
-        has_none = gaps and number % 5 == 2
-        photo = (
-            None
-            if has_none
-            else {"bytes": stream.getvalue(), "path": f"{number}.png" if number % 2 else None}
-        )
-        samples.append({"photo": photo, "sound": {"bytes": b"RIFF%d" % number, "path": None}})
-    made = datasets.Dataset.from_list(samples).cast_column("photo", datasets.Image(decode=False))
-    made = made.cast_column("sound", datasets.Audio(decode=False))
-    source = tmp_path / ("a.parquet" if written == "to_parquet" else "saved")
-    getattr(made, written)(str(source))
-    importer = open_source(str(source))
-    assert types_of(importer) == {"photo": "bytes?" if gaps else "bytes", "sound": "bytes"}
-    same_rows(rows_of(importer), [{n: one and one["bytes"] for n, one in row.items()} for row in samples])
-    build(str(source), tmp_path / "root")
-    assert len(shardkit.open(str(tmp_path / "root"))) == 12
 
 
 def test_a_path_without_bytes_costs_its_row(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from shardkit_tools.adopting.adoption import adopt
 from tests.drills import drill_cases, drill_count
 from tests.integration.test_adopt_mds import ZSTD, write_mds
 from tests.pictures import JPEG
-from tests.unit.test_importer_tokens import write
+from tests.unit.test_importer_numpy import write
 
 ROWS = 480
 READER = Path(__file__).with_name("changing_files_reader.py")

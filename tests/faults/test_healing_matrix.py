@@ -10,11 +10,20 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import shardkit
+from shardkit.errors import StoreError
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
-from tests.command_line import call as called
+from shardkit.stores.local import LocalStore
+from shardkit.stores.store import Store, read_object
+from tests.command_line import call, output_of
+from tests.flips import flip
+
+# ---- Every kind of object, damaged in every way, in the root or in a copy: each healing command makes all of it good
+
 
 COMMANDS = (("repair",), ("scrub", "--repair"), ("replicate",))
 
@@ -39,12 +48,6 @@ def _delete(path: Path) -> None:
     path.unlink()
 
 
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3] ^= 32
-    path.write_bytes(data)
-
-
 def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
@@ -55,26 +58,10 @@ def _empty(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "delete": _delete,
-    "flip": _flip,
+    "flip": flip,
     "truncate": _truncate,
     "empty": _empty,
 }
-
-
-class _Unsynced(FileOperations):
-    """No case here cuts the power."""
-
-    def fsync(self, file: Handle) -> None:
-        return
-
-    def fsync_directory(self, directory: Handle) -> None:
-        return
-
-
-def call(*arguments: object) -> tuple[int, str]:
-    """A command whose writes are not synced."""
-    with substituted(_Unsynced()):
-        return called(*arguments)
 
 
 @dataclass(frozen=True)
@@ -220,7 +207,7 @@ def test_what_is_lost_is_named_and_the_rest_is_healed(pristine: Pristine, kind: 
         (pristine.base / beside).unlink()
         (pristine.base / lost).unlink()
         (pristine.base / copy).chmod(0o644)
-        _flip(pristine.base / copy)
+        flip(pristine.base / copy)
         code, told = call(command, pristine.root, *options, "--json")
         if Path(lost).name not in told or code == 0 or pristine.unlike() != sorted([lost, copy]):
             wrong.append((command, code, pristine.unlike(), told[-900:]))
@@ -303,7 +290,7 @@ def test_a_symbolic_link_in_place_of_a_document_is_replaced(
     pristine.restore()
 
 
-class _Counting(_Unsynced):
+class _Counting(FileOperations):
     """Counts the bytes that are read."""
 
     num_bytes = 0
@@ -327,7 +314,55 @@ def test_sparse_giants_are_replaced_without_being_read(pristine: Pristine, place
                         file.truncate(size)
             counting = _Counting()
             with substituted(counting):
-                code, told = called(command, pristine.root, *options)
+                code, told = call(command, pristine.root, *options)
             assert (code, pristine.unlike()) == (0, []), (command, told)
             assert counting.num_bytes < 2**25, "documents of 64 MiB were read"
     pristine.restore()
+
+
+# ---- A scrub that could not read what a version needs does not call it clean
+
+
+def test_a_version_that_cannot_be_read_now_is_unchecked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shardkit.create(tmp_path / "data", {"value": "int64"}) as writer:
+        writer.add({"value": 1})
+
+    def silent(store: Store, digest: str, extension: str, *given: Any, **named: Any) -> bytes:
+        if extension == "manifest":
+            raise StoreError("the store does not answer")
+        return read_object(store, digest, extension, *given, **named)
+
+    assert call("scrub", tmp_path / "data")[0] == 0
+    monkeypatch.setattr("shardkit.reading.inventory.read_object", silent)
+    said = output_of("scrub", tmp_path / "data", code=3)
+    assert "the store does not answer" in said
+
+
+# ---- Stores that keep the checksum an object was put with: repair believes the bytes that it read, not the checksum
+
+
+def test_repair_replaces_wrong_bytes_under_a_good_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1 said "Healed: 1 copy" and left the wrong bytes where they were."""
+    root = tmp_path / "root"
+    with shardkit.create(root, {"value": "int64"}, shard_size="8KiB", block_size="1KiB") as writer:
+        for number in range(300):
+            writer.add({"value": number})
+    output_of("place", str(root), "--location", f"b={tmp_path / 'b'},domain=b", "--copies", "2")
+    shard = next(path for path in sorted((root / "objects").rglob("*")) if path.suffix in (".tar", ".arrow"))
+    good = shard.read_bytes()
+    shard.chmod(0o644)
+    shard.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    head = LocalStore.head
+
+    def as_it_was_put(store: LocalStore, name: str) -> object:
+        found = head(store, name)
+        is_object = found is not None and name.startswith("objects/")
+        return type(found)(found.size, Path(name).name.partition(".")[0]) if found and is_object else found
+
+    monkeypatch.setattr(LocalStore, "head", as_it_was_put)
+    output_of("repair", str(root), "--level", "read")
+    assert shard.read_bytes() == good

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import resource
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +24,9 @@ from tests.drills import drill_count
 from tests.faults.format_hostile import SCHEMA, rehashed
 from tests.format_conformance import example_samples, stored_block, write_shard
 from tests.whole_shard import tail_offset
+
+# ---- Payloads with valid digests, made on purpose: refused or read right, in bounded memory, never a crash
+
 
 PAIRS = ["arrow:none", "arrow:zstd", "tar:none"]
 
@@ -245,3 +250,27 @@ def test_hostile_indexes_stay_in_bounds() -> None:
         assert found.rows == len(found.keys())
         assert tail_offset(found) <= found.shard_size
     assert refused > 200
+
+
+# ---- Mutated pictures: each a picture or a FormatError, no crash, no more memory than the pixel limit's
+
+
+MAX_PIXELS = 1_000_000
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(0)
+def test_ten_thousand_mutated_files_are_pictures_or_typed_errors() -> None:
+    count = drill_count(10_000)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("picture_hostile.py")), str(count), str(MAX_PIXELS)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["picture"] + found["error"] == count
+    assert min(found["picture"], found["error"]) > count // 10
+    # decoding a picture of the limit came first: what is beyond its memory is a picture beyond the limit
+    assert found["grown_bytes"] < 16 * MAX_PIXELS

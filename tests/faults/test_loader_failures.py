@@ -1,4 +1,4 @@
-"""What the loader does when something fails: rows that do not decode, transforms, stalls, forks, signals."""
+"""What the loader does when something fails: rows that do not decode, transforms, stalls."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ import shardkit
 from shardkit.errors import ConfigurationError, RunError
 from shardkit.ledger import read_journal
 from shardkit.reading.blocks import BlockReader
+from shardkit.telemetry import TelemetrySettings, read_events, read_run
+
+# ---- What the loader does when something fails: rows that do not decode, transforms, stalls, forks, signals
+
 
 ROWS, BAD = 120, frozenset({7, 31, 64, 65})
 
@@ -318,3 +322,46 @@ def test_a_shard_that_becomes_no_file_is_an_error_at_once(tmp_path: Path, form: 
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.stdout, done.returncode) == ("refused\n", 0), done.stderr[-2000:]
+
+
+# ---- A loader that stalls says so by itself: an event, a counter, and what its threads were doing
+
+
+def test_a_stall_leaves_the_stacks_that_explain_it(tmp_path: Path) -> None:
+    root = str(tmp_path / "data")
+    with shardkit.create(root, {"x": "int64[8]"}, shard_size="16KiB", block_size="2KiB") as writer:
+        for number in range(64):
+            writer.add({"x": np.full(8, number)})
+    dataset = shardkit.open(root)
+    released = threading.Event()
+
+    def a_transform_that_hangs(sample: dict[str, Any], rng: Any) -> dict[str, Any]:
+        assert released.wait(60)
+        return sample
+
+    reports: list[Any] = []
+    run = tmp_path / "run"
+    stacks = run / "telemetry" / "rank-00000.stacks.txt"
+    with dataset.loader(
+        dataset.plan(global_batch=8, lanes=2), run=run, tensors=False, transform=a_transform_that_hangs, stall_s=0.1,
+        on_stall=reports.append, telemetry=TelemetrySettings(interval_s=0.05),
+    ) as loader:  # fmt: skip
+        steps = iter(loader)
+        waiting = threading.Thread(target=next, args=(steps,))
+        waiting.start()
+        deadline = time.monotonic() + 60
+        while not stacks.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        released.set()
+        waiting.join()
+        assert sum(1 for _ in steps) == 7, "and the run goes on"
+    text = stacks.read_text()
+    assert "a_transform_that_hangs" in text
+    assert reports
+    [stall, *_] = [event for event in read_events(run) if event["event"] == "stall"]
+    assert stall["stage"] == "transform"
+    last = read_run(run).series[0, 0][-1]
+    assert last.value("loader.stalls") >= 1
+    assert last.value("loader.steps") == 8
+    assert last.value("recorder.failures") == 0

@@ -18,7 +18,7 @@ import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.formats import sha256_digest
 from shardkit.repository.log import LOG, LogEntry
-from tests.faults.test_healing_matrix import call
+from tests.command_line import call
 
 LOGS = ("same", "shorter", "longer", "forked", "lost")
 """States of a log: `longer` has an entry that the other does not have."""

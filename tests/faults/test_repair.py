@@ -40,6 +40,7 @@ from shardkit.testing.memory_store import MemoryStore
 from tests.command_line import call as called
 from tests.command_line import document_of
 from tests.faults.faulty_operations import FaultyOperations
+from tests.flips import flip
 from tests.servers.object_stores import s3_environment
 
 ROWS = 160
@@ -68,13 +69,6 @@ def call(*arguments: object) -> tuple[int, str]:
 
 def shards(root: Path, kind: str = "tar") -> list[Path]:
     return sorted(root.glob(f"objects/sha256/*/*.{kind}"))
-
-
-def flip(path: Path) -> None:
-    path.chmod(0o644)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3] ^= 32
-    path.write_bytes(data)
 
 
 def whole(root: Path) -> dict[str, bytes]:

@@ -25,7 +25,7 @@ from shardkit.reading.inventory import take_inventory
 from shardkit.repository.locations import LocationRecord, read_table
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.stores.file_operations import FileOperations, Handle, substituted
+from shardkit.stores.file_operations import substituted
 from tests.drills import drill_cases, drill_count
 from tests.faults.faulty_operations import FaultyOperations
 
@@ -76,22 +76,6 @@ for line in sys.stdin:
 
     print(json.dumps(run_in_child(attempt)), flush=True)
 """
-
-
-class NoSync(FileOperations):
-    """For what is around the faults: what a power cut leaves is another drill."""
-
-    def fsync(self, file: Handle) -> None:
-        """Nothing."""
-
-    def fsync_directory(self, directory: Handle) -> None:
-        """Nothing."""
-
-
-@pytest.fixture(autouse=True)
-def _no_sync() -> Iterator[None]:
-    with substituted(NoSync()):
-        yield
 
 
 def add_version(root: Path, ref: str, first: int) -> None:

@@ -191,25 +191,6 @@ def test_runs_of_one_label_are_strata(tmp_path: Path) -> None:
         adopt(tars, tmp_path / "other", stratify="text")
 
 
-def test_a_training_loop_over_adopted_data(tmp_path: Path) -> None:
-    tars = write_tars(tmp_path / "tars")
-    adopt(tars, tmp_path / "root", block_size="8KiB")
-    ds = shardkit.open(tmp_path / "root")
-    plan = ds.plan(global_batch=20, lanes=4, seed=1)
-    seen: list[int] = []
-    weights = np.zeros(6)
-    for step, batch in enumerate(ds.loader(plan, rank=0, world=1)):
-        emb = np.asarray(batch["emb"], np.float64).reshape(20, 6)
-        weights += emb.sum(axis=0)  # a gradient
-        numbers = np.asarray(batch["samples"]).ravel().tolist()
-        assert sorted(numbers) == sorted(plan.step(step).ravel().tolist())
-        for place, number in enumerate(numbers):
-            assert batch["text"][place] == f"sample {number % 120} ü"
-        seen += numbers
-    assert sorted(seen) == list(range(360))
-    assert np.allclose(weights, 3 * sum(range(120)) / 3)
-
-
 @pytest.mark.parametrize("how", ["flip", "truncate", "grow", "replace", "remove"])
 def test_a_changed_tar_is_noticed_and_named(tmp_path: Path, how: str) -> None:
     tars = write_tars(tmp_path / "tars", tars=2)

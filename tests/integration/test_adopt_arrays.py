@@ -7,13 +7,10 @@ import itertools
 import json
 import random
 import struct
-import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 
@@ -27,10 +24,9 @@ from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 from tests.command_line import typed
-from tests.servers.fault_proxy import FaultProxy
-from tests.unit.test_importer_tokens import WRITERS, write
+from tests.flips import flipping
+from tests.unit.test_importer_numpy import WRITERS, write
 
-BUCKETS = ("their-arrays",)
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
 ROW = 64  # tokens
 TOKENS: dict[str, Any] = {"options": ImportOptions(dtype="uint16", row=ROW)}
@@ -163,12 +159,9 @@ def test_an_index_takes_no_memory_per_row(tmp_path: Path) -> None:
     assert len(ds.reader.index(0).keys()) == len(ds) == 100_000
 
 
-@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("files", [1, 2])
-def test_built_and_adopted_tokens_give_equal_batches(
-    tmp_path: Path, files: int, remote: bool, proxy: FaultProxy
-) -> None:
-    paths, values = write_tokens(tmp_path / "tokens", (500, 333)[:files])
+def test_built_and_adopted_tokens_give_equal_batches(tmp_path: Path, files: int) -> None:
+    _, values = write_tokens(tmp_path / "tokens", (500, 333)[:files])
     source, root = str(tmp_path / "tokens"), str(tmp_path / "adopted")
     build(
         source,
@@ -178,10 +171,6 @@ def test_built_and_adopted_tokens_give_equal_batches(
         block_size="4KiB",
         shuffle=False,
     )
-    if remote:
-        source = root = f"s3://{BUCKETS[0]}/{uuid.uuid4().hex}"
-        source += "/theirs"
-        upload(proxy, source, paths)
     built = shardkit.open(tmp_path / "built")
     block_rows = int(built.table.block_rows[0])
     result = adopt([source], root, block_size=block_rows * 2 * ROW, **TOKENS)
@@ -202,14 +191,6 @@ def test_built_and_adopted_tokens_give_equal_batches(
         for (_, mine), (_, other) in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(mine, other)
     assert not verify(root, level="decode").exit_code
-
-
-def upload(proxy: FaultProxy, url: str, paths: list[str]) -> None:
-    bucket, _, key = url.removeprefix("s3://").partition("/")
-    s3 = boto3.client("s3", endpoint_url=proxy.endpoint, region_name="us-east-1")
-    for path in paths:
-        s3.put_object(Bucket=bucket, Key=f"{key}/{Path(path).name}", Body=Path(path).read_bytes())
-    s3.close()
 
 
 @pytest.mark.parametrize(("write_files", "field"), [(write_arrays, "value"), (write_documents, "tokens")])
@@ -249,24 +230,11 @@ def test_every_flipped_bit_is_found_in_its_block(
 def test_no_change_of_a_file_under_a_running_loader_reaches_a_batch(tmp_path: Path) -> None:
     paths, values = write_tokens(tmp_path / "tokens", (4000,))
     adopt(paths, tmp_path / "root", block_size=BLOCK_BYTES, **TOKENS)
-    path, chance = Path(paths[0]), random.Random(11)
-    whole = path.read_bytes()
+    path = Path(paths[0])
     ds = shardkit.open(tmp_path / "root")
-    plan, stop = ds.plan(global_batch=16, lanes=2, window_blocks=2, seed=3), threading.Event()
-
-    def change() -> None:
-        while not stop.wait(0.0005):
-            at = chance.randrange(len(whole))
-            with path.open("r+b") as file:
-                file.seek(at)
-                file.write(bytes([whole[at] ^ 1 << chance.randrange(8)]))
-                file.seek(at)
-                file.write(whole[at : at + 1])
-
+    plan = ds.plan(global_batch=16, lanes=2, window_blocks=2, seed=3)
     seen, errors = 0, []
-    writer = threading.Thread(target=change)
-    writer.start()
-    try:
+    with flipping(path, seed=11):
         while seen < 1000:
             try:
                 with ds.loader(plan, rank=0, world=1, tensors=False, threads=2) as loader:
@@ -275,12 +243,9 @@ def test_no_change_of_a_file_under_a_running_loader_reaches_a_batch(tmp_path: Pa
                         assert np.array_equal(batch["tokens"], values[batch.samples]), batch.step
             except IntegrityError as error:
                 errors.append(str(error))
-    finally:
-        stop.set()
-        writer.join()
     assert all(path.name in error for error in errors)
     with path.open("r+b") as file:  # from here on it is wrong for good
-        file.write(bytes(len(whole)))
+        file.write(bytes(path.stat().st_size))
     with pytest.raises(IntegrityError, match=r"part0\.bin"), ds.loader(plan, rank=0, world=1) as loader:
         list(loader)
 

@@ -8,12 +8,10 @@ import json
 import os
 import random
 import re
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 from PIL import Image
@@ -31,6 +29,7 @@ from shardkit_tools.importers import ImportOptions
 from tests.command_line import typed
 from tests.pictures import JPEG, PNG
 from tests.servers.fault_proxy import FaultProxy
+from tests.servers.object_stores import s3_client, upload
 
 BUCKETS = ("their-files",)
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
@@ -50,18 +49,6 @@ def write_pictures(folder: Path, captions: int = 3) -> dict[str, bytes]:
             if captions and n % captions:
                 (folder / name / f"{n:03d}.txt").write_text(f"käption {n}\n")
     return files
-
-
-def upload(proxy: FaultProxy, folder: Path) -> str:
-    """Copy a folder to the bucket, and return its URL."""
-    prefix = uuid.uuid4().hex
-    s3 = boto3.client("s3", endpoint_url=proxy.endpoint, region_name="us-east-1")
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            key = f"{prefix}/{path.relative_to(folder).as_posix()}"
-            s3.put_object(Bucket=BUCKETS[0], Key=key, Body=path.read_bytes())
-    s3.close()
-    return f"s3://{BUCKETS[0]}/{prefix}"
 
 
 def samples_of(root: object) -> list[dict[str, Any]]:
@@ -84,7 +71,9 @@ def test_samples_are_the_files_with_labels_and_captions(
     tmp_path: Path, remote: bool, proxy: FaultProxy
 ) -> None:
     files = write_pictures(tmp_path / "pictures")
-    source = upload(proxy, tmp_path / "pictures") if remote else str(tmp_path / "pictures")
+    source = (
+        upload(proxy.endpoint, BUCKETS[0], tmp_path / "pictures") if remote else str(tmp_path / "pictures")
+    )
     root = str(tmp_path / "root")
     result = adopt([source], root, block_size="8KiB")
     assert (result.rows, result.classes) == (len(files), tuple(sorted(CLASSES)))
@@ -137,7 +126,7 @@ def test_built_and_adopted_files_give_equal_batches(tmp_path: Path, remote: bool
         (folder / name).mkdir(parents=True)
         for n in range(24):
             (folder / name / f"{n}.jpg").write_bytes(JPEG + random.Random(n).randbytes(1000))
-    source = upload(proxy, folder) if remote else str(folder)
+    source = upload(proxy.endpoint, BUCKETS[0], folder) if remote else str(folder)
     build(source, tmp_path / "built", shuffle=False, block_size="4KiB")
     built = shardkit.open(tmp_path / "built")
     block_rows = int(built.table.block_rows[0])
@@ -195,20 +184,19 @@ def test_a_changed_file_is_named_by_reads_and_verify(
 
 def test_a_changed_object_of_a_bucket_is_named(tmp_path: Path, proxy: FaultProxy) -> None:
     write_pictures(tmp_path / "pictures")
-    source, root = upload(proxy, tmp_path / "pictures"), str(tmp_path / "root")
+    source, root = upload(proxy.endpoint, BUCKETS[0], tmp_path / "pictures"), str(tmp_path / "root")
     adopt([source], root, block_size="4KiB")
-    s3 = boto3.client("s3", endpoint_url=proxy.endpoint, region_name="us-east-1")
     key = f"{source.rpartition('/')[2]}/cats/001.png"
     data = bytearray((tmp_path / "pictures/cats/001.png").read_bytes())
     data[40] ^= 4
-    s3.put_object(Bucket=BUCKETS[0], Key=key, Body=bytes(data))
-    with pytest.raises(ShardkitError) as raised:
-        shardkit.open(root, settings=SETTINGS)[1]
-    assert "cats/001.png" in str(raised.value)
-    assert [one.name for one in verify(root, level="read").damaged] == [f"{source}/cats/001.png"]
-    s3.delete_object(Bucket=BUCKETS[0], Key=key)
+    with s3_client(proxy.endpoint) as s3:
+        s3.put_object(Bucket=BUCKETS[0], Key=key, Body=bytes(data))
+        with pytest.raises(ShardkitError) as raised:
+            shardkit.open(root, settings=SETTINGS)[1]
+        assert "cats/001.png" in str(raised.value)
+        assert [one.name for one in verify(root, level="read").damaged] == [f"{source}/cats/001.png"]
+        s3.delete_object(Bucket=BUCKETS[0], Key=key)
     assert [one.name for one in verify(root, level="list").damaged] == [f"{source}/cats/001.png"]
-    s3.close()
 
 
 def test_a_copy_of_the_bytes_heals_a_group(tmp_path: Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import random
-import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -27,9 +25,7 @@ from shardkit_tools.adopting import adopt
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions, json_lines
 from tests.integration.test_adopt_folders import adopt_killed
-from tests.servers.fault_proxy import FaultProxy
 
-BUCKETS = ("their-lines",)
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
 
 
@@ -82,19 +78,9 @@ def write_csv(folder: Path) -> list[dict[str, str]]:
     return [dict(zip(["index", *names[1:]], row, strict=True)) for row in rows]
 
 
-def upload(proxy: FaultProxy, folder: Path) -> str:
-    prefix = uuid.uuid4().hex
-    s3 = boto3.client("s3", endpoint_url=proxy.endpoint, region_name="us-east-1")
-    for path in folder.iterdir():
-        s3.put_object(Bucket=BUCKETS[0], Key=f"{prefix}/{path.name}", Body=path.read_bytes())
-    s3.close()
-    return f"s3://{BUCKETS[0]}/{prefix}"
-
-
-@pytest.mark.parametrize("remote", [False, True])
-def test_rows_are_what_json_reads(tmp_path: Path, remote: bool, proxy: FaultProxy) -> None:
+def test_rows_are_what_json_reads(tmp_path: Path) -> None:
     rows = write_json(tmp_path / "lines")
-    source = upload(proxy, tmp_path / "lines") if remote else str(tmp_path / "lines")
+    source = str(tmp_path / "lines")
     result = adopt([source], tmp_path / "root", block_size="2KiB")
     assert result.notes == ("files without a byte (1): empty.jsonl",)
     assert rows_of(tmp_path / "root") == [{"late": None} | row for row in rows]
@@ -107,10 +93,9 @@ def test_rows_are_what_json_reads(tmp_path: Path, remote: bool, proxy: FaultProx
     assert not verify(str(tmp_path / "root"), level="decode").exit_code
 
 
-@pytest.mark.parametrize("remote", [False, True])
-def test_cells_are_what_csv_reads(tmp_path: Path, remote: bool, proxy: FaultProxy) -> None:
+def test_cells_are_what_csv_reads(tmp_path: Path) -> None:
     cells = write_csv(tmp_path / "tables")
-    source = upload(proxy, tmp_path / "tables") if remote else str(tmp_path / "tables")
+    source = str(tmp_path / "tables")
     adopt([source], tmp_path / "root", block_size="1KiB")
     found = rows_of(tmp_path / "root")
     for row, expected in zip(found, cells, strict=True):

@@ -1,20 +1,18 @@
-"""Parquet files, adopted: equal to pyarrow's reading and to a build, read by column, and named when they change."""
+"""Parquet and Arrow files, adopted: equal to pyarrow's reading and to a build, and named when they change."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import threading
-import uuid
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 
@@ -27,7 +25,12 @@ from shardkit_tools.adopting import adopt, encoded_blocks
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
-from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
+from tests.flips import flipping
+from tests.servers.fault_proxy import FaultProxy
+from tests.servers.object_stores import upload
+
+# ---- Parquet files, adopted: equal to pyarrow's reading and to a build, read by column, and named when they change
+
 
 BUCKETS = ("their-tables",)
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
@@ -103,25 +106,6 @@ def indexes(root: Path) -> list[ShardIndex]:
     return [ds.reader.index(shard) for shard in range(len(ds.table))]
 
 
-@pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Path]], str]:
-    """Return a function that uploads files and returns their URL."""
-    for name, value in s3_environment(server).items():
-        monkeypatch.setenv(name, value)
-
-    def upload(paths: Sequence[Path]) -> str:
-        prefix = uuid.uuid4().hex
-        with contextlib.closing(
-            boto3.client("s3", endpoint_url=server, region_name="us-east-1", aws_access_key_id=ACCESS_KEY,
-                         aws_secret_access_key=SECRET_KEY)
-        ) as s3:  # fmt: skip
-            for path in paths:
-                s3.upload_file(str(path), BUCKETS[0], f"{prefix}/{path.name}")
-        return f"s3://{BUCKETS[0]}/{prefix}"
-
-    return upload
-
-
 def test_rows_are_what_pyarrow_reads(tmp_path: Path) -> None:
     paths, rows = write_tables(tmp_path / "tables")
     before = [path.read_bytes() for path in paths]
@@ -135,11 +119,9 @@ def test_rows_are_what_pyarrow_reads(tmp_path: Path) -> None:
     assert ds.key(799) == "0000000799"
 
 
-def test_rows_in_a_bucket_are_what_pyarrow_reads(
-    tmp_path: Path, bucket: Callable[[Sequence[Path]], str]
-) -> None:
-    paths, rows = write_tables(tmp_path / "tables")
-    adopt([bucket(paths)], tmp_path / "root")
+def test_rows_in_a_bucket_are_what_pyarrow_reads(tmp_path: Path, proxy: FaultProxy) -> None:
+    _, rows = write_tables(tmp_path / "tables")
+    adopt([upload(proxy.endpoint, BUCKETS[0], tmp_path / "tables")], tmp_path / "root")
     assert samples(tmp_path / "root") == list(map(expected, rows))
     for numbers, found in batches(tmp_path / "root", ["id", "text"]):
         assert found["id"] == numbers
@@ -199,23 +181,10 @@ def test_a_file_that_is_rewritten_under_a_loader_reaches_no_batch(
     """1,000 batches while a thread flips and restores bits."""
     (path, _), rows = write_tables(tmp_path / "tables")
     adopt([path], tmp_path / "root")
-    whole, chance, stop = path.read_bytes(), random.Random(9), threading.Event()
     ds = shardkit.open(tmp_path / "root")
     plan = ds.plan(global_batch=10, lanes=2, window_blocks=2, seed=3)
-
-    def change() -> None:
-        while not stop.wait(0.002):
-            at = chance.randrange(len(whole))
-            with path.open("r+b") as file:
-                file.seek(at)
-                file.write(bytes([whole[at] ^ 1 << chance.randrange(8)]))
-                file.seek(at)
-                file.write(whole[at : at + 1])
-
     seen, errors = 0, []
-    writer = threading.Thread(target=change)
-    writer.start()
-    try:
+    with flipping(path, seed=9):
         while seen < 1000:
             try:
                 with ds.loader(plan, rank=0, world=1, tensors=False, threads=2, fields=fields) as loader:
@@ -226,11 +195,8 @@ def test_a_file_that_is_rewritten_under_a_loader_reaches_no_batch(
                         assert batch["text"] == [rows[number]["text"] for number in numbers]
             except IntegrityError as error:
                 errors.append(str(error))
-    finally:
-        stop.set()
-        writer.join()
     assert all(path.name in error for error in errors)
-    path.write_bytes(bytes(len(whole)))  # from here on it is wrong for good
+    path.write_bytes(bytes(path.stat().st_size))  # from here on it is wrong for good
     with (
         pytest.raises(IntegrityError, match=r"a\.parquet"),
         ds.loader(plan, rank=0, world=1, fields=fields) as loader,
@@ -365,3 +331,100 @@ def test_a_dictionary_that_could_fill_the_memory_is_decoded(tmp_path: Path) -> N
     pq.write_table(pa.table({"text": monstrous}), path, dictionary_pagesize_limit=1 << 24)
     with pytest.raises(SourceError, match=r"row group 0 has \d+ bytes, and a read of one of its rows"):
         adopt([path], tmp_path / "other")
+
+
+# ---- Arrow IPC files, streams, Feather and saved datasets, adopted: equal to their libraries' reading and to a build
+
+
+Write = Callable[[Path, Any], None]
+
+
+def write_file(path: Path, rows: Any) -> None:
+    with pa.ipc.new_file(path, rows.schema) as writer:
+        writer.write_table(rows, 64)
+
+
+def write_stream(path: Path, rows: Any) -> None:
+    with pa.ipc.new_stream(path, rows.schema) as writer:
+        writer.write_table(rows, 64)
+
+
+def write_zstd(path: Path, rows: Any) -> None:
+    with pa.ipc.new_file(path, rows.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(rows.slice(0, 30), 64)
+        writer.write_table(rows.slice(30), 64)
+
+
+def write_feather(path: Path, rows: Any) -> None:
+    pa.feather.write_feather(rows, path, chunksize=64)  # lz4
+
+
+@pytest.mark.parametrize("write", [write_file, write_stream, write_zstd, write_feather])
+def test_rows_of_arrow_files_are_what_pyarrow_reads(tmp_path: Path, write: Write) -> None:
+    (tmp_path / "tables").mkdir()
+    for number in range(2):
+        write(tmp_path / "tables" / f"{number}.arrow", table(300 * number, 300))
+    result = adopt([tmp_path / "tables"], tmp_path / "adopted")
+    assert result.rows == 600
+    rows = pa.concat_tables([table(0, 300), table(300, 300)]).to_pylist()
+    assert samples(tmp_path / "adopted") == list(map(expected, rows))
+    build(str(tmp_path / "tables"), tmp_path / "built", shuffle=False)
+    assert shardkit.open(tmp_path / "built").schema == shardkit.open(tmp_path / "adopted").schema
+    assert samples(tmp_path / "built") == samples(tmp_path / "adopted")
+    for numbers, found in batches(tmp_path / "adopted", ["id", "text"]):
+        assert found["id"] == numbers
+        assert found["text"] == [rows[number]["text"] for number in numbers]
+    assert not verify(tmp_path / "adopted").damaged
+
+
+def test_a_saved_dataset_is_what_datasets_reads(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    numbers = range(2500)
+    rows = {
+        "n": list(numbers),
+        "text": [f"text {n}" for n in numbers],
+        "tags": [["a", "b"][: n % 3] for n in numbers],
+    }
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved", num_shards=2)
+    adopt([tmp_path / "saved"], tmp_path / "adopted")
+    ds = shardkit.open(tmp_path / "adopted")
+    theirs = datasets.load_from_disk(tmp_path / "saved")
+    assert ds[:] == list(theirs)
+    datasets.Dataset.from_dict({"n": [1]}).save_to_disk(tmp_path / "other")
+    with pytest.raises(SourceError, match=r"one folder at a time.*shardkit merge"):
+        adopt([tmp_path / "saved", tmp_path / "other"], tmp_path / "root")
+
+
+@pytest.mark.parametrize("write", [write_stream, write_zstd])
+def test_a_flip_in_any_block_is_found_and_named(tmp_path: Path, write: Write) -> None:
+    path = tmp_path / "a.arrow"
+    write(path, table(0, 300))
+    adopt([path], tmp_path / "root")
+    index, data, chance = indexes(tmp_path / "root")[0], path.read_bytes(), random.Random(3)
+    for block, span in enumerate(index.spans):
+        at = chance.randrange(span.offset, span.offset + span.size)
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        assert len(verify(tmp_path / "root").damaged) == 1
+        with pytest.raises(IntegrityError, match=rf"block {block} in .*a\.arrow"):
+            batches(tmp_path / "root", ["id"])
+    for at in (0, index.head_size - 1, len(data) - 1):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        assert len(verify(tmp_path / "root").damaged) == 1, at
+
+
+def test_what_cannot_be_adopted_of_arrow_files_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    words = pa.array(["x", "y"]).dictionary_encode(), pa.array(["z", "w"]).dictionary_encode()
+    schema = pa.schema([("word", words[0].type)])
+    with pa.ipc.new_stream(path, schema) as writer:
+        for array in words:
+            writer.write_batch(pa.RecordBatch.from_arrays([array], schema=schema))
+    with pytest.raises(SourceError, match=r"a\.arrow: a dictionary changes.*shardkit build"):
+        adopt([path], tmp_path / "root")
+    write_stream(path, table(0, 100))
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(SourceError, match=r"a\.arrow: record batch 1 cannot be read"):
+        adopt([path], tmp_path / "root")
+    write_file(path, table(0, 0))
+    with pytest.raises(SourceError, match="the files have no rows"):
+        adopt([path], tmp_path / "root")

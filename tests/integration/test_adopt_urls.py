@@ -13,7 +13,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import boto3
 import fsspec
 import pytest
 
@@ -28,7 +27,14 @@ from shardkit_tools.importers.source_files import list_source
 from shardkit_tools.main import run
 from tests.drills import drill_count
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
-from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, Unavailable, localstack, s3_environment
+from tests.servers.object_stores import (
+    ACCESS_KEY,
+    SECRET_KEY,
+    Unavailable,
+    localstack,
+    s3_client,
+    s3_environment,
+)
 
 BUCKET = "their-tars"
 BUCKETS = (BUCKET,)
@@ -51,14 +57,9 @@ def tars(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     return [path.read_bytes() for path in sorted(folder.glob("*.tar"))]
 
 
-def client(endpoint: str) -> Any:
-    return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id=ACCESS_KEY,
-                        aws_secret_access_key=SECRET_KEY)  # fmt: skip
-
-
 def put(endpoint: str, url: str, data: bytes, **more: Any) -> None:
     bucket, _, key = url.removeprefix("s3://").partition("/")
-    with contextlib.closing(client(endpoint)) as s3:
+    with s3_client(endpoint) as s3:
         s3.put_object(Bucket=bucket, Key=key, Body=data, **more)
 
 
@@ -180,7 +181,7 @@ def test_a_changed_tar_is_noticed_and_named(
     }[how]
     bucket, _, key = url.removeprefix("s3://").partition("/")
     if how == "remove":
-        with contextlib.closing(client(server)) as s3:
+        with s3_client(server) as s3:
             s3.delete_object(Bucket=bucket, Key=key)
     else:
         put(server, url, changed)
@@ -211,7 +212,7 @@ def test_a_tar_that_was_put_again_as_it_was_is_good(
     """Its ETag is another where it was put in parts; then its bytes have the last word."""
     adopt([folder], tmp_path / "root", block_size="8KiB")
     bucket, _, key = f"{folder}/Train-001 (a+b).tar".removeprefix("s3://").partition("/")
-    with contextlib.closing(client(server)) as s3:
+    with s3_client(server) as s3:
         upload = s3.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
         tag = s3.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=tars[1])["ETag"]
         parts = {"Parts": [{"ETag": tag, "PartNumber": 1}]}

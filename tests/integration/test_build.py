@@ -1,15 +1,19 @@
-"""The build engine: one manifest id for one source and settings, however it is built; errors name their rows."""
+"""The build engine: one manifest id for one source and settings, however it is built; errors that name the place."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import shardkit
 import shardkit_tools
@@ -20,12 +24,18 @@ from shardkit.errors import (
     RunError,
     SampleError,
     SourceError,
+    StoreFullError,
     StoreReadOnlyError,
 )
 from shardkit.repository.repository import Repository
 from shardkit_tools.building import build_run, engines
 from shardkit_tools.building.outcome import Progress
 from shardkit_tools.importers import ImportOptions, source_files
+from shardkit_tools.main import make_app
+from tests.command_line import output_of
+
+# ---- The build engine: one manifest id for one source and settings, however it is built; errors name their rows
+
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
 
@@ -305,3 +315,109 @@ def test_a_root_that_may_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir(mode=0o500)
     with pytest.raises(StoreReadOnlyError, match="root"):
         shardkit_tools.build(folder(tmp_path / "source", 3), tmp_path / "root")
+
+
+# ---- Commands on versions in which some rows lack values, as somebody types them
+
+
+ROWS: list[dict[str, Any]] = [
+    {"id": number}
+    | ({"age": number % 7} if number % 3 else {})
+    | ({"note": f"n{number}"} if number % 4 else {})
+    for number in range(50)
+]
+
+
+def table(root: str) -> list[dict[str, Any]]:
+    found = sorted(shardkit.open(root), key=lambda sample: int(sample["id"]))
+    return [{name: value for name, value in sample.items() if value is not None} for sample in found]
+
+
+@pytest.mark.parametrize("format", ["tar", "arrow"])
+def test_versions_with_missing_values(tmp_path: Path, format: str) -> None:
+    lines, root = tmp_path / "a.jsonl", str(tmp_path / "root")
+    lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    output_of("build", lines, root, "--format", format, "--lookup", "age")
+    assert "age" in output_of("show", root)
+    assert "int64?" in output_of("show", root)
+    assert table(root) == ROWS
+    output_of("verify", root)
+    recipe = shardkit.open(root).manifest.build
+    assert recipe["source"]["importer"] == "jsonl"
+    output_of("rebuild", root, "--ref", "other", "--format", "arrow" if format == "tar" else "tar")
+    output_of("verify", f"{root}@other")
+    assert table(f"{root}@other") == ROWS
+    output_of("build", lines, str(tmp_path / "two"), "--format", format)
+    output_of("merge", f"a={root}", f"b={tmp_path / 'two'}", str(tmp_path / "both"))
+    assert table(str(tmp_path / "both")) == sorted(ROWS * 2, key=lambda row: int(row["id"]))
+    output_of("select", root, "--where", "age > 3", "--ref", "old")
+    assert table(f"{root}@old") == [row for row in ROWS if row.get("age", 0) > 3]
+    assert output_of("find", root, "--field", "age=0").count("sample") >= 1
+    said = output_of("build", lines, str(tmp_path / "three"), "--schema", "age=int64", code=1)
+    assert "--schema age=int64?" in said
+
+
+# ---- A build that cannot fit on its disks does not begin; a dry run says what will be needed and what is free
+
+
+Usage = namedtuple("Usage", "total used free")
+ROW = 4000
+
+
+def source(tmp_path: Path, rows: int = 1000) -> str:
+    np.save(tmp_path / "a.npy", np.ones((rows, ROW // 4), np.int32))
+    return str(tmp_path / "a.npy")
+
+
+def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**40, 0, size))
+
+
+@pytest.mark.parametrize(("compression", "share"), [("none", 2), ("zstd", 1)])
+def test_scratch_and_shards_on_one_disk_share_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, share: int
+) -> None:
+    given = source(tmp_path)
+    named: dict[str, Any] = {"compression": compression, "format": "arrow"}
+    free(monkeypatch, int(share * 0.85 * 1000 * ROW))
+    with pytest.raises(
+        StoreFullError, match=r"tmp: .* MiB free, but .* needs at least .* MiB there .*--scratch"
+    ):
+        shardkit_tools.build(given, tmp_path / "root", **named)
+    assert [path.name for path in (tmp_path / "root" / "tmp").iterdir()] == []
+    free(monkeypatch, int(share * 1000 * ROW))
+    assert shardkit_tools.build(given, tmp_path / "root", **named).rows == 1000
+
+
+def test_text_may_become_a_fraction_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.csv").write_text("n\n" + "".join(f"{n:020d}.0\n" for n in range(1000)))
+    free(monkeypatch, 13_000)
+    assert shardkit_tools.build(tmp_path / "a.csv", tmp_path / "root").rows == 1000
+    free(monkeypatch, 1_000)
+    with pytest.raises(StoreFullError):
+        shardkit_tools.build(tmp_path / "a.csv", tmp_path / "other")
+
+
+def test_a_dry_run_tells_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = source(tmp_path)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    room = shutil.disk_usage(tmp_path).free
+    result = shardkit_tools.build(
+        given, tmp_path / "new" / "root", format="tar", dry_run=True, scratch=scratch
+    )
+    assert [(need.what, need.folder) for need in result.space] == [
+        ("scratch", str(scratch)),
+        ("shards", str(tmp_path / "new" / "root")),
+    ]
+    for need in result.space:
+        assert need.need_bytes == result.raw_bytes > 1000 * ROW
+        assert abs(need.free_bytes - room) < 0.5 * room
+    assert not (tmp_path / "new").exists()
+    free(monkeypatch, 3 * 2**30)
+    told = CliRunner().invoke(
+        make_app("build"), ["build", given, str(tmp_path / "new"), "--format", "tar", "--dry-run"]
+    )
+    assert told.exit_code == 0, told.output
+    assert f"about 4.88 MiB in {tmp_path / 'new'}, 3 GiB free" in told.output

@@ -7,13 +7,12 @@ import shutil
 import uuid
 from pathlib import Path
 
-import boto3
 import pytest
 
 import shardkit
 from shardkit.stores.local import open_store
 from tests.command_line import document_of, output_of
-from tests.servers.object_stores import s3_environment
+from tests.servers.object_stores import s3_client, s3_environment
 
 BUCKET = "copies"
 BUCKETS = (BUCKET,)
@@ -123,12 +122,12 @@ def test_what_a_bucket_lost_is_restored_from_a_copy(
     output_of("place", root, "--location", f"mirror={copy},domain=disk", "--copies", 2)
     output_of("tag", root, "v1")
     output_of("replicate", root)
-    client = boto3.client("s3", endpoint_url=server)
     prefix = root.removeprefix(f"s3://{BUCKET}/")
-    keys = sorted(one["Key"] for one in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"])
-    log = [key for key in keys if "/log/" in key]
-    for key in {"log": log, "newest entry": log[-1:], "root": keys}[lost]:
-        client.delete_object(Bucket=BUCKET, Key=key)
+    with s3_client(server) as client:
+        keys = sorted(one["Key"] for one in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"])
+        log = [key for key in keys if "/log/" in key]
+        for key in {"log": log, "newest entry": log[-1:], "root": keys}[lost]:
+            client.delete_object(Bucket=BUCKET, Key=key)
     if lost == "root":
         told = output_of("show", root, code=1)
         assert f"shardkit repair {root} --location NAME=COPY" in told

@@ -17,6 +17,7 @@ from shardkit.manifest import Manifest
 from shardkit.plan import encode_costs
 from shardkit.stores.store import object_name
 from tests.command_line import call
+from tests.flips import flip
 
 ROWS = 300
 EXPRESSIONS = ["bytes(text)**2", "len(tokens)", "length * 3 + 1", "squares(borders)", "bytes(count)"]
@@ -165,9 +166,6 @@ def test_bytes_that_are_wrong_are_refused(tmp_path: Path) -> None:
     make(root, range(ROWS), cost=["length"])
     ((piece,),) = (costs.pieces for costs in shardkit.open(str(root)).manifest.costs)
     path = root / object_name(piece.digest, "cost")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(bytes(data))
+    flip(path, -1)
     with pytest.raises(IntegrityError, match=r"\.cost"):
         shardkit.open(str(root)).plan(24, cost="length")

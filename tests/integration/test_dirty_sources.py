@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import boto3
 import fsspec
 import numpy as np
 import pyarrow as pa
@@ -30,6 +29,7 @@ from shardkit_tools.adopting import adopt
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions, open_source
 from tests.pictures import PNG
+from tests.servers.object_stores import s3_client
 
 BUCKETS = ("odd-names",)
 
@@ -221,13 +221,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
     """Yield a URL or folder, and a function that puts an object there by its name."""
     folder = uuid.uuid4().hex
     if request.param == "s3":
-        endpoint = request.getfixturevalue("proxy").endpoint
-        s3 = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
-        yield (
-            f"s3://{BUCKETS[0]}/{folder}",
-            lambda name, data: s3.put_object(Bucket=BUCKETS[0], Key=f"{folder}/{name}", Body=data),
-        )
-        s3.close()
+        with s3_client(request.getfixturevalue("proxy").endpoint) as s3:
+            yield (
+                f"s3://{BUCKETS[0]}/{folder}",
+                lambda name, data: s3.put_object(Bucket=BUCKETS[0], Key=f"{folder}/{name}", Body=data),
+            )
         return
     url = f"memory://{folder}" if request.param == "memory" else str(tmp_path)
     system, root = fsspec.core.url_to_fs(url)

@@ -1,4 +1,4 @@
-"""What documents and examples tell people to type exists: every command line, option, setting and file in them."""
+"""What documents and examples tell people to type exists: every command line, option, setting, file and function."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from shardkit.exit_codes import ExitCode
 from shardkit_tools.main import COMMANDS, make_app
 from shardkit_trainer import load_configuration
 from tests.command_line import call
+
+# ---- What documents and examples tell people to type exists: every command line, option, setting and file in them
+
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENT = ROOT / "examples" / "deployment"
@@ -306,3 +309,20 @@ def test_deployments_name_the_image_of_this_version() -> None:
         for found in re.findall(r"/shardkit:([\w.]+)", path.read_text(encoding="utf-8"))
     }
     assert named == {version}
+
+
+# ---- The architecture page is what the code is
+
+
+def test_the_functions_that_decide_exist() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = page.partition("## Where is it decided?")[2].partition("\n## ")[0]
+    source, found = "", 0
+    for name in re.findall(r"`([^`]+)`", rows):
+        if "/" in name:
+            source = (ROOT / name).read_text(encoding="utf-8")
+        elif "." not in name:
+            found += 1
+            defines = rf"^(?:(?:    )?(?:def|class|static \w+) )?{name}\b"
+            assert re.search(defines, source, re.MULTILINE), name
+    assert found >= 14

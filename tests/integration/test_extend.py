@@ -34,6 +34,7 @@ from shardkit_tools.building import extending
 from shardkit_tools.building.extending import extend
 from shardkit_tools.importers import ImportOptions
 from tests.command_line import document_of, output_of
+from tests.flips import flip
 
 ROWS = 120
 FORMATS = pytest.mark.parametrize("root", ["tar", "arrow"], indirect=True)
@@ -105,12 +106,9 @@ def test_samples_batches_and_tables_have_old_and_new_fields(root: str, tmp_path:
                         assert values[offsets[row] : offsets[row + 1]].tolist() == [number, number + 1]
 
 
-def flip(root: str, digest: str, suffix: str, offset: int) -> Path:
+def flip_object(root: str, digest: str, suffix: str, offset: int) -> Path:
     file = Path(root, object_name(digest, suffix))
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1
-    file.chmod(0o644)
-    file.write_bytes(data)
+    flip(file, offset)
     return file
 
 
@@ -119,7 +117,7 @@ def test_a_loader_reads_the_shards_of_its_fields_alone(root: str, tmp_path: Path
     extend(root, from_=table(tmp_path))
     dataset = shardkit.open(root)
     index = dataset.reader.index(0)
-    flip(root, dataset.table.digest_text(0), dataset.manifest.format, int(index.block_offset[0]) + 8)
+    flip_object(root, dataset.table.digest_text(0), dataset.manifest.format, int(index.block_offset[0]) + 8)
     plan = dataset.plan(global_batch=24, seed=1)
     with dataset.loader(plan, fields=["score"], rank=0, world=1) as loader:
         assert sum(len(batch["score"]) for batch in loader) == ROWS
@@ -135,7 +133,7 @@ def test_an_audit_covers_both(root: str, tmp_path: Path) -> None:
         assert len(list(loader)) == ROWS // 24
     assert audit_run(tmp_path / "run").exit_code == 0
     added = dataset.version.added[0]
-    flip(root, added.table.digest_text(0), "arrow", int(added.table.size[0]) // 2)
+    flip_object(root, added.table.digest_text(0), "arrow", int(added.table.size[0]) // 2)
     assert audit_run(tmp_path / "run").exit_code == 4
 
 
@@ -148,7 +146,7 @@ def test_verify_repair_and_gc_cover_both(root: str, tmp_path: Path) -> None:
     output_of("replicate", root)
     added = dataset.version.added[0]
     offset = int(dataset.version.added[0].table.size[0]) // 2
-    flip(root, added.table.digest_text(0), "arrow", offset)
+    flip_object(root, added.table.digest_text(0), "arrow", offset)
     assert [one.name for one in verify(root).damaged] == [object_name(added.table.digest_text(0), "arrow")]
     with pytest.raises(IntegrityError):
         list(dataset)

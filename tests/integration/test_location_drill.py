@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 
@@ -22,7 +21,7 @@ from shardkit.stores.local import open_store
 from tests.command_line import document_of, output_of
 from tests.drills import DRILLS
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
-from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, Unavailable, localstack
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, Unavailable, localstack, s3_client
 
 NEAR, FAR = "near", "far"
 ROWS = 9_600 if DRILLS else 1_800
@@ -84,18 +83,18 @@ class Training:
 
 def rot(root: str, endpoint: str, count: int) -> tuple[set[str], str]:
     """Flip a bit in some shards at rest and remove one: names of the flipped, and of the removed."""
-    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id=ACCESS_KEY,
-                          aws_secret_access_key=SECRET_KEY)  # fmt: skip
     bucket, _, prefix = root.removeprefix("s3://").partition("/")
     store = open_store(root)
     shards = [name for name in store.list_after("objects/") if name.endswith(".tar")]
     flipped = set(shards[1 :: max(1, len(shards) // count)][:count])
-    for name in flipped:
-        data = bytearray(store.get(name, max_bytes=10**7))
-        data[len(data) // 2] ^= 1
-        client.put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=bytes(data), ChecksumAlgorithm="SHA256")
-    client.delete_object(Bucket=bucket, Key=f"{prefix}/{shards[0]}")
-    client.close()
+    with s3_client(endpoint) as client:
+        for name in flipped:
+            data = bytearray(store.get(name, max_bytes=10**7))
+            data[len(data) // 2] ^= 1
+            client.put_object(
+                Bucket=bucket, Key=f"{prefix}/{name}", Body=bytes(data), ChecksumAlgorithm="SHA256"
+            )
+        client.delete_object(Bucket=bucket, Key=f"{prefix}/{shards[0]}")
     return flipped, shards[0]
 
 

@@ -15,6 +15,7 @@ import pytest
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError
 from shardkit.stores.file_operations import FileOperations, Handle, read_file, substituted
+from tests.flips import flip
 
 SHARDS, ROWS = 1608, 4
 MOST_OPEN_FILES = 32  # of a loader, and one more for each thread
@@ -90,10 +91,7 @@ def test_a_file_that_was_replaced_by_a_good_one_is_read_from_then_on(tmp_path: P
     shutil.copy(shard, bad)
     ds = shardkit.open(str(root))
     expected = ds[3]
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.chmod(0o644)
-    shard.write_bytes(data)
+    flip(shard)
     with pytest.raises(IntegrityError, match="mismatch"):
         ds[3]
     os.replace(bad, shard)

@@ -16,6 +16,7 @@ from shardkit.dataset import commit_parts, list_parts
 from shardkit.dataset.parts import PartFolder
 from shardkit.errors import IntegrityError, NotFoundError, SampleError, UsageError
 from shardkit.repository.repository import Repository
+from tests.flips import flip
 
 SCHEMA = {"text": "str", "label": "int64"}
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "4KiB", "block_size": "1KiB"}
@@ -114,9 +115,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     write(tmp_path, "a", range(30))
     folder = tmp_path / "tmp" / "parts"
     (rows,) = folder.glob("a.*.rows")
-    data = bytearray(rows.read_bytes())
-    data[len(data) // 2] ^= 1
-    rows.write_bytes(data)
+    flip(rows)
     with pytest.raises(IntegrityError):
         commit_parts(tmp_path)
     record = folder / "a.part"

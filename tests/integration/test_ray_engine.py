@@ -18,6 +18,7 @@ import shardkit
 import shardkit_tools
 from shardkit.errors import ConfigurationError, MissingDependency
 from shardkit_tools.building.engines import LocalEngine, open_engine
+from tests.flips import flip
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 PROGRAM = [sys.executable, "-c", "from shardkit_tools.main import run; run()"]
@@ -152,10 +153,7 @@ def test_adopt_replicate_scrub_and_repair_on_ray_do_what_they_do_here(tmp_path: 
         assert done["lag_after"] == 0 < done["lag_before"]
         held = sorted((copy / "objects").rglob("*.*"))
         shard = max(held, key=lambda path: path.stat().st_size)
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 1
-        shard.chmod(0o644)
-        shard.write_bytes(data)
+        flip(shard)
         held[0].unlink()
         _call("scrub", root, "--level", "read", *ray, code=4)  # bad copies are left
         _call("repair", root, *ray)  # repaired

@@ -1,4 +1,4 @@
-"""Stores beyond the local disk do what the protocol says, settle lost answers, and print no credential."""
+"""Stores do what the protocol says, settle lost answers, and print no credential."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import traceback
 import uuid
 from collections.abc import Iterator
-from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.remote.probing import WRITERS, probe
 from shardkit.stores.store import Store
 from shardkit.stores.waiting import RetryPolicy
+from shardkit.testing.memory_store import MemoryStore
 from shardkit.testing.store_conformance import StoreConformance
 from tests.servers.google import TOKEN, GoogleServer, google_environment, google_server
 from tests.servers.object_stores import (
@@ -41,6 +41,9 @@ from tests.servers.object_stores import (
     s3_environment,
 )
 from tests.servers.sftp import sftp
+
+# ---- Stores beyond the local disk do what the protocol says, settle lost answers, and print no credential
+
 
 BUCKET = "shards"
 
@@ -228,51 +231,6 @@ class TestGoogle(StoreConformance):
             absent.get("shardkit.json", max_bytes=10)
         with pytest.raises(StoreError, match="NoSuchBucket"):
             absent.put_new("shardkit.json", b"")
-
-
-class TestTheGoogleServer:
-    """The server refuses: a client that asked for something else would be seen."""
-
-    @pytest.mark.parametrize(
-        ("method", "path", "headers", "status", "code"),
-        [
-            ("PUT", "/shards/x", {"x-goog-if-generation-match": "0"}, 412, "PreconditionFailed"),
-            ("PUT", "/shards/x", {"x-goog-if-generation-match": "none"}, 400, "InvalidArgument"),
-            ("PUT", "/shards/y", {"Content-MD5": "AAAAAAAAAAAAAAAAAAAAAA=="}, 400, "BadDigest"),
-            ("PUT", "/shards/y", {"x-goog-hash": "md5=AAAAAAAAAAAAAAAAAAAAAA=="}, 400, "BadDigest"),
-            ("PUT", "/shards/y", {"x-goog-hash": "crc32c=AAAAAA=="}, 501, "NotImplemented"),
-            ("PUT", "/shards/y", {"If-None-Match": "*"}, 400, "InvalidArgument"),
-            ("PUT", "/shards/y?partNumber=1&uploadId=1", {}, 501, "NotImplemented"),
-            ("PUT", "/shards/y", {"Authorization": "Bearer other"}, 401, "AuthenticationRequired"),
-            ("PUT", "/other/y", {}, 404, "NoSuchBucket"),
-            ("PUT", "/shards", {}, 501, "NotImplemented"),
-            ("POST", "/shards/y?uploads", {}, 405, "MethodNotAllowed"),
-            ("GET", "/shards/x", {"Range": "bytes=0-1,3-4"}, 400, "InvalidArgument"),
-            ("GET", "/shards/x", {"Range": "bytes=4-9"}, 416, "InvalidRange"),
-            ("GET", "/shards/y", {}, 404, "NoSuchKey"),
-            ("GET", "/shards?prefix=x", {}, 501, "NotImplemented"),
-            ("GET", "/shards?list-type=2&fetch-owner=true", {}, 501, "NotImplemented"),
-            ("GET", "/shards?list-type=2&continuation-token=x", {}, 400, "InvalidArgument"),
-            ("DELETE", "/shards/x", {"x-goog-if-generation-match": "1"}, 412, "PreconditionFailed"),
-        ],
-    )
-    def test_refuses(self, method: str, path: str, headers: dict[str, str], status: int, code: str) -> None:
-        with google_server(BUCKET) as served:
-            assert _asked(served, "PUT", f"/{BUCKET}/x", {}) == (200, b"")
-            found, body = _asked(served, method, path, headers)
-            assert (found, f"<Code>{code}</Code>".encode() in body) == (status, True), body
-            assert _asked(served, "GET", f"/{BUCKET}/x", {"Range": "bytes=1-2"}) == (206, b"od")
-            assert _asked(served, "GET", f"/{BUCKET}/y", {})[0] == 404, "nothing was made"
-
-
-def _asked(served: GoogleServer, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
-    with contextlib.closing(
-        HTTPConnection(served.endpoint.removeprefix("http://"), timeout=30)
-    ) as connection:
-        body = b"body" if method in ("PUT", "POST") else None
-        connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}", **headers})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
 
 
 class TestSftp(StoreConformance):
@@ -492,3 +450,19 @@ def several_writers_may_use(scheme: str) -> None:
     Repository.open(url).commit({"main": manifest}, message="first")
     assert first.resolve() == manifest
     assert probe(open_store(f"{scheme}://{BUCKET}/{uuid.uuid4().hex}")).winners == (1, 1, 1, 1, 1)
+
+
+# ---- Every store does what the protocol says
+
+
+class TestLocalStore(StoreConformance):
+    def new_store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "not" / "yet" / "there")
+
+
+class TestMemoryStore(StoreConformance):
+    def new_store(self, tmp_path: Path) -> Store:
+        return MemoryStore()
+
+    def reopened(self, store: Store) -> Store:
+        return store

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 
 from tests.integration import source_cells
 from tests.integration.conftest import made_once
 from tests.servers.hub import hub
-from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, Unavailable, moto, s3_environment
+from tests.servers.object_stores import Unavailable, moto, s3_environment, upload
 
 TOKEN = "hf_" + "s3cr3ttoken" * 3
 
@@ -60,12 +59,7 @@ def served(place: str, folder: Path, home: Path) -> Iterator[tuple[str, dict[str
             }  # fmt: skip
     else:
         with moto("their-files") as endpoint:
-            client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1",
-                                  aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY)  # fmt: skip
-            with contextlib.closing(client):
-                for path in filter(Path.is_file, folder.rglob("*")):
-                    client.upload_file(str(path), "their-files", f"all/{path.relative_to(folder).as_posix()}")
-            yield "s3://their-files/all", s3_environment(endpoint)
+            yield upload(endpoint, "their-files", folder), s3_environment(endpoint)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.repository.repository import Repository
 from shardkit_tools.copies import copying, spread
 from tests.command_line import output_of
+from tests.flips import flip
 
 
 class Elsewhere:
@@ -61,10 +62,7 @@ def damage(folder: Path, count: int) -> set[str]:
     """Flip a bit of some shards and take another one away."""
     shards = sorted((folder / "objects").rglob("*.tar"))
     for path in shards[:count]:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.chmod(0o644)
-        path.write_bytes(data)
+        flip(path)
     shards[count].unlink()
     return {f"objects/sha256/{path.parent.name}/{path.name}" for path in shards[: count + 1]}
 

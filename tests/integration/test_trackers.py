@@ -18,6 +18,7 @@ from shardkit.errors import MissingDependency, UsageError
 from shardkit.extras import install_command
 from shardkit.integrations.opentelemetry import observe
 from shardkit.integrations.trackers import Figures, mlflow_figures, wandb_figures
+from tests.flips import flip
 
 STEPS, BATCH = 10, 8
 
@@ -120,9 +121,7 @@ def test_an_audit_that_found_something(loader: shardkit.Loader, tmp_path: Path) 
     assert len(found) == STEPS
     loader.close()
     (journal,) = (tmp_path / "run" / "journal").glob("*")
-    content = bytearray(journal.read_bytes())
-    content[len(content) // 2] ^= 1
-    journal.write_bytes(content)
+    flip(journal)
     figures.audit(audit_run(tmp_path / "run"))
     assert found[-1]["shardkit/audit/exit_code"] == 4
     assert found[-1]["shardkit/audit/violated"] >= 1

@@ -21,7 +21,7 @@ from shardkit_trainer.run_directory import read_steps
 from tests.drills import DRILLS, drill_count
 from tests.integration.conftest import MODULES, arguments_of, descendants
 from tests.integration.forked import OUTPUT, Forked, become_agent
-from tests.integration.test_trainer_recovery import expected, histogram, settings, starts
+from tests.integration.histogram_runs import check_histogram, histogram_settings, starts
 
 PATIENCE_S = 1500.0
 PORT = 29400
@@ -98,7 +98,7 @@ def wait_until(holds: Callable[[], bool], outputs: list[Path]) -> None:
 
 def check_result(run: Path, numbers: str) -> Any:
     """Nothing was lost, the ledger explains every repeat, and the weights are those of an undisturbed run."""
-    np.testing.assert_allclose(histogram(run), expected(numbers), rtol=0, atol=1e-6)
+    check_histogram(run, numbers)
     assert [one["step"] for one in read_steps(run)] == list(range(30))
     record = audit_run(run, level=None)
     assert record.exit_code == 0, record.findings
@@ -116,8 +116,8 @@ def test_a_job_grows_loses_a_machine_and_grows_again(
     """2 → 3 machines, one is killed, → 4; a rank waits in steps 5, 12, 15 and 17 for the changes."""
     run, plain = tmp_path / "run", tmp_path / "plain"
     every = {"checkpoint.every": 5}
-    assert fork_trainer(1, settings(plain, numbers, **every)).returncode == 0
-    arguments = arguments_of(settings(run, numbers, **every))
+    assert fork_trainer(1, histogram_settings(plain, numbers, **every)).returncode == 0
+    arguments = arguments_of(histogram_settings(run, numbers, **every))
     meeting = {"nnodes": "2:4", "rendezvous": f"{machines[0].address}:{PORT}"}
     pace = "hold2:0:5,hold3:2:12,hold2:0:15,hold3:0:17"  # ranks are in the order of addresses
     outputs = [tmp_path / f"machine-{number}.err" for number in range(5)]
@@ -160,13 +160,14 @@ def test_random_sequences_of_kills_leaves_and_joins(
     """Commands on one machine that meet at one address; the first one serves it and is left alone."""
     random = np.random.Generator(np.random.PCG64(11))
     plain = tmp_path / "plain"
-    assert fork_trainer(1, settings(plain, numbers)).returncode == 0
+    assert fork_trainer(1, histogram_settings(plain, numbers)).returncode == 0
     (tmp_path / "run.toml").write_text("")
     for sequence in range(drill_count(20)):
         run, outputs = tmp_path / f"run-{sequence}", list[Path]()
         more = {"checkpoint.every": 4, "parallel.strategy": str(random.choice(["ddp", "zero1", "zero2"]))}
-        arguments = [str(tmp_path / "run.toml"), *arguments_of(settings(run, numbers, **more)), "--max-restarts", "20",
-                     "--nnodes", "1:4", "--rendezvous", f"127.0.0.1:{free_tcp_port}"]  # fmt: skip
+        settings = arguments_of(histogram_settings(run, numbers, **more))
+        arguments = [str(tmp_path / "run.toml"), *settings, "--max-restarts", "20", "--nnodes",
+                     "1:4", "--rendezvous", f"127.0.0.1:{free_tcp_port}"]  # fmt: skip
         # rank 0 waits, so that whatever happens to the machines happens while the run goes on
         holds = [f"hold{ranks}:0:{random.integers(2, 29)}" for ranks in (1, 2, 2, 3)]
 

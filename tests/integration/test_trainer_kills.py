@@ -11,30 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
-import shardkit
 from shardkit.telemetry.records import read_documents
-from shardkit.torch import CheckpointReader, checkpoint_names
+from shardkit.torch import checkpoint_names
 from tests.drills import drill_count
+from tests.integration.histogram_runs import check_histogram, histogram_settings
 
-STEPS, BATCH, LANES, EVERY = 40, 24, 6, 3
-
-
-def settings(directory: Path, dataset: str) -> dict[str, Any]:
-    return {
-        "run.directory": directory, "run.steps": STEPS, "data.dataset": dataset, "data.global_batch": BATCH,
-        "data.lanes": LANES, "model.kind": "trainer_histogram:make", "optimizer.name": "sgd", "optimizer.lr": 1.0,
-        "optimizer.beta1": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0, "schedule.kind": "linear",
-        "schedule.final": 0.5, "checkpoint.every": EVERY, "checkpoint.keep": 2, "parallel.exact": "int64",
-        "parallel.timeout_s": 300.0, "log.telemetry_s": 0.0,
-    }  # fmt: skip
-
-
-def histogram(directory: Path) -> torch.Tensor:
-    state = {"model": {"seen": torch.zeros(403)}}
-    load_state(state, storage_reader=CheckpointReader(directory))
-    return state["model"]["seen"]
+STEPS, EVERY = 40, 3
+SETTINGS = {"run.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 2, "log.telemetry_s": 0.0}
 
 
 def random_fault(random: np.random.Generator, rank: int, start: int) -> str:
@@ -57,11 +41,6 @@ def test_killed_at_random_and_resumed_elsewhere(
     random = np.random.Generator(np.random.PCG64(9))
     wanted, started = drill_count(50), time.monotonic()
     kills, runs, launches, hashes = 0, 0, 0, set()
-    opened = shardkit.open(numbers)
-    plan = opened.plan(global_batch=BATCH, lanes=LANES, seed=0)
-    expected = np.zeros(len(opened))
-    for step in range(STEPS):
-        np.add.at(expected, plan.step(step).ravel(), -(1.0 - 0.5 * step / (STEPS - 1)) / BATCH)
     while kills < wanted:
         run = tmp_path / f"run{runs}"
         runs += 1
@@ -79,14 +58,16 @@ def test_killed_at_random_and_resumed_elsewhere(
             ranks = random.permutation(nproc)[:doomed]
             faults = ",".join(random_fault(random, int(rank), start) for rank in ranks)
             if nproc > 1:
-                result = launch_trainer(nproc, settings(run, numbers), fault=faults, restarts=restarts)
+                result = launch_trainer(
+                    nproc, histogram_settings(run, numbers, **SETTINGS), fault=faults, restarts=restarts
+                )
             else:
-                result = fork_trainer(nproc, settings(run, numbers), fault=faults)
+                result = fork_trainer(nproc, histogram_settings(run, numbers, **SETTINGS), fault=faults)
             launches += 1
             kills += killed(result)
             assert "Traceback" not in result.stderr, result.stderr
             assert result.returncode == 0 or killed(result), result.stderr
-        np.testing.assert_allclose(histogram(run).numpy(), expected, rtol=0, atol=1e-6)
+        check_histogram(run, numbers, STEPS)
         ends = [event for event in read_documents(run / "events.jsonl") if event["event"] == "end"]
         hashes.add(ends[-1]["parameters_sha256"])
     assert len(hashes) == 1, "exact mode: every run ends with the same bits, wherever it was killed"

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import RunError, StateError
 from shardkit.telemetry.records import append_document, read_documents
-from shardkit.torch import CheckpointReader, checkpoint_names
+from shardkit.torch import checkpoint_names
 from shardkit_trainer import load_configuration
 from shardkit_trainer.run_directory import RunDirectory
 from shardkit_trainer.training import train
 from tests.drills import drill_cases
+from tests.integration.histogram_runs import BATCH, STEPS, check_histogram, histogram_settings, starts
 
-STEPS, BATCH = 30, 24
+SETTINGS = {
+    "checkpoint.every": 5, "checkpoint.keep": 2, "checkpoint.asynchronous": False, "parallel.exact": "off",
+}  # fmt: skip
 
 
 def ending(run: Path) -> dict[str, Any]:
@@ -33,41 +33,12 @@ def ending(run: Path) -> dict[str, Any]:
     return [event for event in read_documents(run / "events.jsonl") if event["event"] in ("end", "stop")][-1]
 
 
-def histogram_settings(directory: Path, dataset: str) -> dict[str, object]:
-    return {
-        "run.directory": directory, "run.steps": STEPS, "data.dataset": dataset, "data.global_batch": BATCH,
-        "data.lanes": 6, "data.seed": 5, "model.kind": "trainer_histogram:make", "optimizer.name": "sgd",
-        "optimizer.lr": 1.0, "optimizer.beta1": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0,
-        "schedule.kind": "linear", "schedule.final": 0.5, "checkpoint.every": 5, "checkpoint.keep": 2,
-        "checkpoint.asynchronous": False, "log.every": 1, "parallel.timeout_s": 300.0,
-    }  # fmt: skip
-
-
-def expected_histogram(dataset: str) -> np.ndarray:
-    """From the plan's cells alone."""
-    opened = shardkit.open(dataset)
-    plan = opened.plan(global_batch=BATCH, lanes=6, seed=5)
-    seen = np.zeros(len(opened))
-    for step in range(STEPS):
-        rate = 1.0 - 0.5 * step / (STEPS - 1)
-        np.add.at(seen, plan.step(step).ravel(), -rate / BATCH)
-    return seen
-
-
-def final_histogram(directory: Path) -> np.ndarray:
-    state = {"model": {"seen": torch.zeros(403)}}
-    reader = CheckpointReader(directory)
-    load_state(state, storage_reader=reader)
-    assert reader.meta["step"] == STEPS
-    return state["model"]["seen"].numpy()
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(
     tmp_path: Path, numbers: str, launch_trainer: Any, fork_trainer: Any
 ) -> None:
     run = tmp_path / "run"
-    settings = histogram_settings(run, numbers)
+    settings = histogram_settings(run, numbers, **SETTINGS)
     first = launch_trainer(2, settings, fault="kill:1:7")
     assert first.returncode == 1
     assert "rank 1" in first.stderr
@@ -77,13 +48,13 @@ def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(
     third = fork_trainer(1, settings)
     assert third.returncode == 0, third.stderr
     assert "resumed at step 10 of 30 on 1 ranks (was 3)" in third.stdout
-    np.testing.assert_allclose(final_histogram(run), expected_histogram(numbers), rtol=0, atol=1e-6)
+    check_histogram(run, numbers)
 
     assert checkpoint_names(run) == ["step-000000000025", "step-000000000030"]
     record = json.loads((run / "run.json").read_text())
     opened = shardkit.open(numbers)
     assert record["manifest"] == opened.manifest.id
-    assert record["plan"] == opened.plan(global_batch=BATCH, lanes=6, seed=5).digest
+    assert record["plan"] == opened.plan(global_batch=BATCH, lanes=6, seed=0).digest
     assert record["configuration"]["optimizer"]["name"] == "sgd"
     assert record["software"]["torch"] == torch.__version__
     events = [event["event"] for event in read_documents(run / "events.jsonl")]
@@ -103,38 +74,15 @@ def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(
     assert checkpoint_names(run)[-1] == "step-000000000030"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-def test_sigterm_saves_and_ends_cleanly(
-    tmp_path: Path, numbers: str, launch_trainer: Any, fork_trainer: Any
-) -> None:
-    run = tmp_path / "run"
-    settings = histogram_settings(run, numbers)
-    first = launch_trainer(2, settings, fault="term:1:8")
-    # only one rank got the signal: all of them stop after the same step, and torchrun sees two clean ends
-    assert first.returncode == 130, first.stderr
-    assert checkpoint_names(run)[-1] == "step-000000000009"
-    assert ending(run)["event"] == "stop"
-    second = fork_trainer(1, settings)
-    assert second.returncode == 0, second.stderr
-    np.testing.assert_allclose(final_histogram(run), expected_histogram(numbers), rtol=0, atol=1e-6)
-
-
-def test_a_frozen_rank_is_named(tmp_path: Path, numbers: str, launch_trainer: Any) -> None:
-    settings = {**histogram_settings(tmp_path / "run", numbers), "parallel.timeout_s": 15.0}
-    # torchrun would wait half a minute for the frozen process to end by itself
-    result = launch_trainer(2, settings, fault="freeze:1:6", until="rank 0: run:")
-    assert "rank 1 (frozen; last seen at step 6, stage data)" in result.stdout
-    assert "15000ms" in result.stdout, "it was named because of parallel.timeout_s, not of torch's half hour"
-
-
 def test_nonfinite_gradients_end_the_run_or_are_skipped(
     tmp_path: Path, numbers: str, fork_trainer: Any
 ) -> None:
-    settings = histogram_settings(tmp_path / "run", numbers)
+    settings = histogram_settings(tmp_path / "run", numbers, **SETTINGS)
     result = fork_trainer(1, settings, fault="nan:0:6")
     assert result.returncode == 1
     assert "step 6: the gradient is not finite" in result.stderr
-    skipping = {**histogram_settings(tmp_path / "other", numbers), "optimizer.skip_nonfinite": 2}
+    more = {**SETTINGS, "optimizer.skip_nonfinite": 2}
+    skipping = histogram_settings(tmp_path / "other", numbers, **more)
     result = fork_trainer(2, skipping, fault="nan:1:6")
     assert result.returncode == 0, result.stderr
     events = [e for e in read_documents(tmp_path / "other" / "events.jsonl") if e["event"] == "nonfinite"]
@@ -172,34 +120,7 @@ def test_exact_mode_is_bit_equal_while_ranks_and_strategies_change(
     assert seen[-1] == expected
     assert ending(tmp_path / "changing")["loss"] == ending(tmp_path / "whole")["loss"]
     assert evaluation_line(result.stdout) == evaluated
-    starts = [e for e in read_documents(tmp_path / "changing" / "events.jsonl") if e["event"] == "start"]
-    assert [(e["step"], e["ranks"]) for e in starts] == [(0, 2), (3, 3), (6, 4), (9, 1)]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-def test_a_store_that_flips_bits_and_vanishes_changes_nothing(
-    tmp_path: Path, numbers: str, fork_trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The nearest copy is damaged in step 2 and gone from step 20 on, in the second epoch; the bits stay.
-
-    What was read ahead before does not meet the damage: the run is stopped after each, and resumed.
-    """
-    near = tmp_path / "near"
-    shutil.copytree(numbers, near)
-    monkeypatch.setenv("SHARDKIT_TEST_STORE", str(near))
-    more = {"data.locations": f"{{far = '{numbers}'}}", "parallel.exact": "int64", "checkpoint.every": 50}
-    whole = alone({**histogram_settings(tmp_path / "whole", str(near)), **more})
-    damaged = {**histogram_settings(tmp_path / "damaged", str(near)), **more}
-    for fault, code in (("flip:0:2,term:0:8", 130), ("vanish:0:20,term:0:24", 130), ("", 0)):
-        result = fork_trainer(1, damaged, fault=fault)
-        assert result.returncode == code, result.stderr
-    events = read_documents(tmp_path / "damaged" / "events.jsonl")
-    assert ending(tmp_path / "damaged")["parameters_sha256"] == whole
-    np.testing.assert_allclose(
-        final_histogram(tmp_path / "damaged"), expected_histogram(numbers), rtol=0, atol=1e-6
-    )
-    kinds = {event["event"] for event in events}
-    assert {"read_mismatches", "read_missing"} <= kinds, kinds
+    assert starts(tmp_path / "changing") == [(0, 2), (3, 3), (6, 4), (9, 1)]
 
 
 @pytest.mark.drill

@@ -8,8 +8,7 @@ Faults are scripted by the environment: ``SHARDKIT_TEST_FAULT=kill:1:7`` kills r
 ``freeze`` stops it, ``nan`` gives it a loss that is not a number, ``term`` sends SIGTERM to itself, ``hold2`` waits
 until it is asked to stop if there are two ranks. ``put``, ``finish`` and ``prune`` kill it inside its n-th write of an
 object, in publishing, and in pruning a checkpoint. For `straggler`: ``slow:3:12`` makes a cell of rank 3 cost 12 ms at
-least, those of other ranks 6 ms. ``flip:0:4`` changes bytes of every shard of the store at SHARDKIT_TEST_STORE, and
-``vanish`` removes them.
+least, those of other ranks 6 ms.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,8 +55,6 @@ class HistogramTask:
                 numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
                 if kind in numbers:
                     os.kill(os.getpid(), numbers[kind])
-                elif kind in {"flip", "vanish"}:
-                    spoil(kind)
                 elif kind == f"hold{os.environ.get('WORLD_SIZE')}":
                     wait_for_stop()
                 elif kind == "nan":
@@ -127,28 +123,6 @@ def tell_cost(seconds: float) -> None:
     meter: Any = StageMeter
     step, meter.step = meter.step, add_up
     owner.handed_out, owner.computed = hand_out, compute
-
-
-SPOILED: set[str] = set()
-
-
-def spoil(kind: str) -> None:
-    """Damage what holds samples in one copy of the dataset: each shard once, however many cells a step has."""
-    if kind in SPOILED:
-        return
-    SPOILED.add(kind)
-    shards = sorted(Path(os.environ["SHARDKIT_TEST_STORE"], "objects").rglob("*.tar"))
-    assert shards
-    for shard in shards:
-        if kind == "vanish":
-            shard.unlink()
-            continue
-        content = bytearray(shard.read_bytes())
-        for at in range(400, len(content), 128):
-            content[at] ^= 1
-        spoiled = shard.with_suffix(".spoiled")
-        spoiled.write_bytes(content)
-        spoiled.replace(shard)
 
 
 def wait_for_stop() -> None:

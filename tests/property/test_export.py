@@ -23,6 +23,7 @@ from shardkit_tools.commands import export as exporting
 from shardkit_tools.importers.protocol import ImportOptions
 from tests.command_line import typed as call
 from tests.faults.killed_operations import run_in_child
+from tests.flips import flip
 from tests.pictures import grey
 
 TYPES = {
@@ -268,9 +269,7 @@ def test_damage_leaves_nothing_and_is_named(form: str, tmp_path: Path) -> None:
         tmp_path / "a", [{"text": str(number) * 50} for number in range(200)], {"text": "str"}, format="arrow"
     )
     shard = max((tmp_path / "a" / "objects").rglob("*.arrow"), key=lambda path: path.stat().st_size)
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
     code, _, err = call("export", tmp_path / "a", "--as", form, "-o", tmp_path / "out", "--file-size", "1KiB")
     assert (code, "mismatch" in err) == (4, True), err
     assert {path.name for path in tmp_path.iterdir()} == {"a"}

@@ -1,8 +1,10 @@
-"""Rows gathered from many blocks equal the rows that were written, for every field type, format and compression."""
+"""Rows gathered from blocks equal the rows that were written, of every type, size, format and compression."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -48,23 +50,24 @@ def _sample(number: int) -> dict[str, Any]:
 
 
 def _blocks(
-    format: str, compression: str, sizes: list[int]
-) -> tuple[list[GatherColumns], list[dict[str, Any]]]:
+    schema: Schema, samples: Sequence[dict[str, Any]], sizes: Sequence[int], format: str, compression: str
+) -> list[GatherColumns]:
+    """Blocks of so many rows each."""
     sink = io.BytesIO()
-    writer = ShardWriter(sink, format=format, compression=compression, schema=SCHEMA, block_rows=max(sizes))
-    samples = [_sample(n) for n in range(sum(sizes))]
-    first = 0
+    writer = ShardWriter(sink, format=format, compression=compression, schema=schema, block_rows=max(sizes))
+    rows = iter([Row(f"k{n}", schema.encode(sample, where=str(n))) for n, sample in enumerate(samples)])
     for size in sizes:
-        rows = [Row(f"k{n}", SCHEMA.encode(samples[n], where=str(n))) for n in range(first, first + size)]
-        writer.write_block(rows)
-        first += size
-    index = writer.finish()
-    data = sink.getvalue()
-    blocks = []
-    for number in range(index.blocks):
-        start, size = int(index.block_offset[number]), int(index.block_size[number])
-        blocks.append(GatherColumns(read_block(data[start : start + size], index, number), list(SCHEMA)))
-    return blocks, samples
+        writer.write_block(list(islice(rows, size)))
+    index, data = writer.finish(), sink.getvalue()
+    spans = zip(index.block_offset.tolist(), index.block_size.tolist(), strict=True)
+    stored = [data[start : start + size] for start, size in spans]
+    return [GatherColumns(read_block(one, index, n), list(schema)) for n, one in enumerate(stored)]
+
+
+def _rows(schema: Schema, sizes: Sequence[int], wanted: np.ndarray[Any, Any]) -> RowAddresses:
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    which = np.searchsorted(starts, wanted, side="right") - 1
+    return RowAddresses(schema, list(schema), which, wanted - starts[which])
 
 
 @pytest.mark.parametrize(
@@ -75,11 +78,10 @@ def _blocks(
 @given(data=st.data())
 def test_gather_equals_what_was_written(format: str, compression: str, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    blocks, samples = _blocks(format, compression, sizes)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
+    samples = [_sample(n) for n in range(sum(sizes))]
+    blocks = _blocks(SCHEMA, samples, sizes, format, compression)
     wanted = np.array(data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=20)), dtype=np.int64)
-    block = np.searchsorted(starts, wanted, side="right") - 1
-    rows, facts = RowAddresses(SCHEMA, list(SCHEMA), block, wanted - starts[block]), table(blocks)
+    rows, facts = _rows(SCHEMA, sizes, wanted), table(blocks)
     cut = data.draw(st.integers(0, len(wanted)))
     head, got = rows.take(facts, [0, cut])[0], rows.take(facts, [0, len(wanted)])[0]
     np.testing.assert_array_equal(head["image"], got["image"][:cut])
@@ -103,7 +105,8 @@ def test_gather_equals_what_was_written(format: str, compression: str, data: st.
 
 
 def test_what_was_gathered_does_not_change_when_the_block_is_gone() -> None:
-    blocks, samples = _blocks("arrow", "none", [4])
+    samples = [_sample(n) for n in range(4)]
+    blocks = _blocks(SCHEMA, samples, [4], "arrow", "none")
     rows = RowAddresses(SCHEMA, list(SCHEMA), np.zeros(4, dtype=np.int64), np.arange(4))
     got = rows.take(table(blocks), [0, 4])[0]
     del blocks
@@ -111,7 +114,54 @@ def test_what_was_gathered_does_not_change_when_the_block_is_gone() -> None:
 
 
 def test_a_row_past_the_end_of_its_block_is_refused() -> None:
-    blocks, _ = _blocks("arrow", "none", [3, 5])
+    blocks = _blocks(SCHEMA, [_sample(n) for n in range(8)], [3, 5], "arrow", "none")
     rows = RowAddresses(SCHEMA, list(SCHEMA), np.array([1, 0]), np.array([4, 3]))
     with pytest.raises(FormatError, match="fewer rows"):
         rows.take(table(blocks), [0, 2])
+
+
+# Bytes of a row: one piece, many, odd ones, prime ones, primes beyond the largest piece and twice such a prime.
+ITEMS = [
+    1,
+    7,
+    127,
+    128,
+    129,
+    257,
+    3072,
+    4099,
+    8192,
+    32_767,
+    32_768,
+    32_769,
+    32_771,
+    65_542,
+    98_304,
+    100_003,
+    131_072,
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    item=st.sampled_from(ITEMS) | st.integers(1, 40_000),
+    dtype=st.sampled_from(["uint8", "int16", "float64"]),
+    rows=st.sampled_from([1, 2, 3, 63, 64, 500, 501, 502]),
+    seed=st.integers(0, 99),
+)
+def test_rows_cut_into_pieces_are_whole_again(item: int, dtype: str, rows: int, seed: int) -> None:
+    size = np.dtype(dtype).itemsize
+    columns = max(1, item // size)
+    rows = max(1, min(rows, (24 << 20) // (columns * size)))
+    rng = np.random.default_rng(seed)
+    there = min(rows, 9)
+    values = rng.integers(0, 256, (there, columns * size), dtype=np.uint8).view(dtype)
+    schema = Schema.parse({"x": f"{dtype}[{columns}]"})
+    sizes = [there - there // 2, there // 2] if there > 1 else [1]
+    blocks = _blocks(schema, [{"x": row} for row in values], sizes, "arrow", "none")
+    wanted = rng.integers(0, there, rows)
+    got = _rows(schema, sizes, wanted).take(table(blocks), [0, rows])[0]["x"]
+    assert got.dtype == np.dtype(dtype)
+    assert got.flags.c_contiguous
+    assert got.flags.writeable
+    np.testing.assert_array_equal(got.view(np.uint8), values[wanted].view(np.uint8))

@@ -20,8 +20,8 @@ from shardkit.ledger import Ledger
 from shardkit.ledger.events import JOURNALED, check_event, journaled_event
 from shardkit.ledger.ledger import LedgerState
 from shardkit_tools.row_lists import read_values
+from tests.command_line import call
 from tests.drills import drill_count
-from tests.faults.test_healing_matrix import call
 from tests.faults.test_tampering import SAMPLES
 
 KEYS = [f"{(7 * number) % 40:010d}" for number in range(40)] + [

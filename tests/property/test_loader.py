@@ -26,6 +26,7 @@ from shardkit.errors import (
 from shardkit.ledger import read_journal
 from shardkit.ledger.journal import JournalFile
 from shardkit.loader import Batch
+from tests.flips import flip
 
 ROWS = 1003
 SCHEMA = {"image": "uint8[4,4]", "label": "int64", "text": "str", "blob": "bytes"}
@@ -353,10 +354,7 @@ def test_a_flipped_bit_reaches_the_caller_as_an_error(dataset: shardkit.Dataset,
     shutil.copytree(dataset.repository.store.local_path("shardkit.json").parent, root)  # type: ignore[union-attr]
     copy = shardkit.open(str(root))
     path = root / copy.reader.shard_name(0)
-    data = bytearray(path.read_bytes())
-    data[int(copy.reader.index(0).block_offset[0]) + 700] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(data)
+    flip(path, int(copy.reader.index(0).block_offset[0]) + 700)
     with pytest.raises(IntegrityError, match="block 0"):
         list(copy.loader(copy.plan(global_batch=20, lanes=5), tensors=False))
 

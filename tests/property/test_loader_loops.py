@@ -28,6 +28,7 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.ledger import read_journal
+from tests.flips import flip
 
 STEPS, BATCH = 10, 12
 
@@ -504,9 +505,7 @@ def test_the_journal_knows_nothing_of_a_look(ds: shardkit.Dataset, tmp_path: Pat
 def test_a_damaged_block_that_a_look_meets_is_met_by_the_loop_too(tmp_path: Path) -> None:
     ds = _create(tmp_path / "damaged")
     for shard in (tmp_path / "damaged").rglob("*.tar"):
-        content = bytearray(shard.read_bytes())
-        content[len(content) // 2] ^= 1
-        shard.write_bytes(content)
+        flip(shard)
     with shardkit.open(str(tmp_path / "damaged")).loader(_plan(ds), tensors=False) as loader:
         with pytest.raises(IntegrityError):
             loader.peek()

@@ -21,6 +21,7 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageErr
 from shardkit.formats import Schema
 from shardkit.repository.repository import Repository
 from shardkit_tools.building.rebuilding import label_again
+from tests.flips import flip
 
 SCHEMA = {"url": "str", "n": "int64", "blob": "bytes", "meta": "json"}
 
@@ -145,9 +146,7 @@ def test_a_damaged_or_hostile_look_up_is_refused(tmp_path: Path) -> None:
     ds = make(tmp_path, range(20), 5, lookup="url")
     piece = ds.manifest.lookups[0].pieces[0]
     path = next(tmp_path.rglob(f"{piece.digest.removeprefix('sha256:')}.lookup"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path, -1)
     with pytest.raises(IntegrityError):
         found(ds, "url", ["http://h/1"])
     good = Entries.sort(

@@ -1,16 +1,23 @@
-"""Explicit weights and stages: balance, drift, passes, seek, and streams that go on across stages."""
+"""Explicit weights, stages and costs: balance, drift, passes, seek and waits."""
 
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardkit.plan import Plan, Population, make_plan
+from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
+from shardkit.plan.plan import plan_of
+from shardkit.plan.weighted import WeightedGrid
 from tests.property.populations import grids, populations
+from tests.property.test_plan_costs import balances, costs_of, population, waits
+
+# ---- Explicit weights and stages: balance, drift, passes, seek, and streams that go on across stages
+
 
 few = settings(max_examples=15, deadline=None)
 
@@ -97,3 +104,139 @@ def test_cold_cells_and_locate(population, shape, weights, step, data):  # type:
     assert len(set(places)) == len(places)
     for k, lane_, slot_ in places:
         assert plan.cell(k, lane_)[slot_] == sample
+
+
+# ---- Costs with explicit weights: passes, seek, look-ups and waits are those of the property tests of either alone
+
+
+short_weight_lists = st.lists(st.sampled_from([0, 1, 1, 2, 3, 10]), min_size=1, max_size=4)
+
+
+@st.composite
+def plans(draw: st.DrawFn, longest: int = 300) -> tuple[Plan, Plan]:
+    """A plan with weights, stages and costs, and the same one without costs."""
+    rows = draw(st.lists(st.integers(1, longest), min_size=1, max_size=8))
+    strata = draw(st.integers(1, 4))
+    lanes, size = draw(st.sampled_from([1, 2, 3, 8])), draw(st.integers(1, 9))
+    people = population(rows, draw(st.integers(1, 40)), strata)
+    given_: dict[str, Any] = {
+        "global_batch": lanes * size, "lanes": lanes, "seed": draw(st.integers(0, 99)),
+        "window_blocks": draw(st.integers(1, 9)),
+    }  # fmt: skip
+    there = np.bincount(people.segment_stratum, people.segment_rows, len(people.strata)) > 0
+
+    def weights() -> dict[str, int]:
+        drawn = draw(short_weight_lists)
+        found = {name: drawn[s % len(drawn)] for s, name in enumerate(people.strata)}
+        assume(any(found[name] and there[s] for s, name in enumerate(people.strata)))
+        return found
+
+    given_["weights"] = weights()
+    if draw(st.booleans()):
+        given_["stages"] = [(draw(st.integers(1, 60)), weights())]
+    costs, how = costs_of(people.rows, draw(st.integers(0, 9))), draw(balances)
+    return make_plan(people, cost=costs, balance=how, **given_), make_plan(people, **given_)
+
+
+def weighted(plan: Plan) -> WeightedGrid:
+    assert isinstance(plan.grid, WeightedGrid)
+    return plan.grid
+
+
+def same_again(plan: Plan) -> Plan:
+    """The plan, made again from its recorded settings, with empty caches."""
+    made = plan_of(plan.settings, plan.population, weighted(plan).costs)
+    assert made.digest == plan.digest
+    return made
+
+
+@few
+@given(plans(), st.integers(1, 120))
+def test_passes_hold_the_rows_that_they_hold_without_costs(both: tuple[Plan, Plan], steps: int) -> None:
+    """Strata have the same counts in every cell, passes of two rows differ by at most 2, and no row comes early."""
+    costed, plain = (plan.steps(0, steps) for plan in both)
+    people = both[0].population
+    stratum = np.repeat(people.segment_stratum, people.segment_rows)
+    names = range(len(people.strata))
+    for s in names:
+        assert np.array_equal((stratum[costed] == s).sum(axis=2), (stratum[plain] == s).sum(axis=2))
+    seen = np.bincount(costed.ravel(), minlength=people.rows)
+    for s in names:
+        times = seen[stratum == s]
+        assert not len(times) or times.max() - times.min() <= 2
+    grid = weighted(both[0])
+    for lane in range(both[0].lanes):
+        for s in np.flatnonzero(~grid.shared).tolist():
+            low, high = grid.tapes.hands(lane, np.array([s]), np.array([0]))
+            ends = np.cumsum((stratum[costed[:, lane]] == s).sum(axis=1))
+            inside = int((ends <= high[0] - low[0]).sum())  # steps that are in the first pass as a whole
+            first, first_plain = (
+                [n for n in cells[:inside, lane].ravel().tolist() if stratum[n] == s]
+                for cells in (costed, plain)
+            )
+            assert len(set(first)) == len(first)
+            if len(first) == high[0] - low[0]:
+                assert sorted(first) == sorted(first_plain)
+
+
+@few
+@given(plans(120), st.data())
+def test_every_place_of_a_row_is_one_of_its_passes(both: tuple[Plan, Plan], data: st.DataObject) -> None:
+    """`locate` over all passes gives every place of a row once: passes are exactly once, from any step."""
+    plan, steps = both[0], data.draw(st.integers(1, 70))
+    whole = plan.steps(0, steps)
+    cold = same_again(plan)
+    for sample in range(0, plan.population.rows, 61):
+        places = set(map(tuple, np.argwhere(whole == sample).tolist()))
+        found = [cold.locate(sample, n) for n in range(len(places) + 3)]
+        there = [one for one in found if one is not None and one[0] < steps]
+        assert len(there) == len(set(there))
+        assert set(there) == places
+
+
+@few
+@given(plans(), st.data())
+def test_no_rank_chunk_or_resume_decides(both: tuple[Plan, Plan], data: st.DataObject) -> None:
+    plan = both[0]
+    whole = plan.steps(0, 90)
+    step, lane = data.draw(st.integers(0, 89)), data.draw(st.integers(0, plan.lanes - 1))
+    assert np.array_equal(same_again(plan).cell(step, lane), whole[step, lane])
+    some = sorted(data.draw(st.sets(st.integers(0, plan.lanes - 1), min_size=1)))
+    assert np.array_equal(same_again(plan).steps(step, 90, some), whole[step:, some])
+    skipped = plan.amend(skip=(step, step + 7))
+    assert np.array_equal(skipped.step(step), plan.step(step + 7))
+
+
+def three_sources(lanes: int, size: int) -> tuple[Population, np.ndarray]:
+    """Short, middle and long documents, 128 to a block, and the cost of each row."""
+    steps = 3 * 2048 // size
+    rows = [share * lanes * size * steps // 10 // lanes for share in (6, 3, 1)]
+    segments = [(shard, shard % 3, rows[shard % 3]) for shard in range(3 * lanes)]
+    people = Population.of("sha256:three", ["books", "code", "web"], segments, 128)
+    rng, typical = np.random.default_rng(7), (600, 1500, 4000)
+    drawn = [np.exp(rng.normal(np.log(typical[s]), 1.2, n)) for _, s, n in segments]
+    return people, np.clip(np.concatenate(drawn), 1, 32_000).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "least"),
+    [
+        pytest.param(16, 8, 0.8, marks=pytest.mark.slow),
+        pytest.param(16, 64, 0.5, marks=pytest.mark.slow),
+        (8, 8, 0.7),
+    ],
+)
+def test_ranks_wait_less_with_three_weighted_sources(size: int, ranks: int, least: float) -> None:
+    """At least this share of the waits goes, for the better of the two balances."""
+    people, numbers = three_sources(64, size)
+    cost = Costs("drawn", encode_costs(numbers))
+    chosen: dict[str, Any] = {
+        "global_batch": 64 * size, "lanes": 64, "window_blocks": 16, "weights": {"web": 2, "code": 1, "books": 1},
+        "epoch_steps": 400,
+    }  # fmt: skip
+    plain = waits(make_plan(people, **chosen), numbers, ranks)
+    found = [
+        waits(make_plan(people, cost=cost, balance=how, **chosen), numbers, ranks)
+        for how in ("spread", "align")
+    ]
+    assert min(found) - 1 < (1 - least) * (plain - 1), (plain, found)

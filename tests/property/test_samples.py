@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError, UsageError
 from shardkit.formats import Schema
+from tests.flips import flip
 from tests.format_conformance import EXAMPLE_SCHEMA, example_samples
 
 COUNT = 90
@@ -228,10 +229,7 @@ def test_a_damaged_block_reaches_nobody(tmp_path: Path, format_: str) -> None:
     ds = shardkit.open(write(tmp_path, format=format_, compression="none"))
     shard, block = ds.rows.shard_of_block(ds.rows.blocks - 1)
     path = tmp_path / ds.reader.shard_name(shard)
-    data = bytearray(path.read_bytes())
-    data[int(ds.reader.index(shard).block_offset[block]) + 200] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(data)
+    flip(path, int(ds.reader.index(shard).block_offset[block]) + 200)
     good: list[Any] = []
     with pytest.raises(IntegrityError, match=f"block {block}"):
         good.extend(ds)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import email.utils
+import functools
 import hashlib
 import hmac
 import http.client
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -43,7 +45,9 @@ __all__ = [
     "localstack",
     "moto",
     "rclone",
+    "s3_client",
     "s3_environment",
+    "upload",
 ]
 
 ACCESS_KEY: Final = "AKIACANARYCANARY0001"
@@ -58,6 +62,42 @@ AZURE_KEY: Final = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6
 """Of the emulator, the same everywhere; Microsoft publishes it."""
 
 _READY_S: Final = 60.0
+
+
+@contextlib.contextmanager
+def s3_client(endpoint: str) -> Iterator[Any]:
+    """A boto3 client of a server here."""
+    import boto3
+
+    _share_service_models()
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id=ACCESS_KEY,
+                          aws_secret_access_key=SECRET_KEY)  # fmt: skip
+    with contextlib.closing(client):
+        yield client
+
+
+@functools.cache
+def _share_service_models() -> None:
+    """Let all clients of this process share what botocore parses and checks: it takes 0.1 s for each."""
+    import botocore.hooks
+    import botocore.loaders
+    import botocore.session
+
+    shared = botocore.loaders.Loader()
+    botocore.session.Session._register_data_loader = lambda self: self.register_component(
+        "data_loader", shared
+    )
+    botocore.hooks.accepts_kwargs = functools.cache(botocore.hooks.accepts_kwargs)
+
+
+def upload(endpoint: str, bucket: str, folder: Path) -> str:
+    """Copy the files of a folder to a new prefix of a bucket, and return its URL."""
+    prefix = uuid.uuid4().hex
+    with s3_client(endpoint) as client:
+        for path in filter(Path.is_file, folder.rglob("*")):
+            key = f"{prefix}/{path.relative_to(folder).as_posix()}"
+            client.put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+    return f"s3://{bucket}/{prefix}"
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
@@ -290,13 +330,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
 def _make_buckets(endpoint: str, buckets: tuple[str, ...]) -> None:
     if not buckets:
         return
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id=ACCESS_KEY,
-                          aws_secret_access_key=SECRET_KEY)  # fmt: skip
-    for bucket in buckets:
-        client.create_bucket(Bucket=bucket)
-    client.close()
+    with s3_client(endpoint) as client:
+        for bucket in buckets:
+            client.create_bucket(Bucket=bucket)
 
 
 def _free_port() -> int:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -17,11 +12,9 @@ import pytest
 import shardkit
 from bench.reading.figures import shares
 from bench.reading.goals import Goal, goals
-from bench.reading.page_cache import drop, warm
-from bench.reading.processes import Job, Reader, build_data
+from bench.reading.processes import Job, Reader
 from bench.reading.readers import limit, memmap, private_blocks
 from bench.reading.report import report
-from bench.reading.samples import MODES
 from bench.reading.slow_bucket import slow_bucket
 from bench.reading.workloads import WORKLOADS
 from tests.servers.object_stores import s3_environment
@@ -135,28 +128,6 @@ def test_private_blocks_and_the_limit_deliver_every_row_once(name: str, tmp_path
             assert not np.array_equal(found, table[:whole]), "not shuffled"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(WORKLOADS))
-def test_processes_read_every_sample_in_every_way(name: str, tmp_path: Path) -> None:
-    jobs = {
-        kind: Job(reader=kind, workload=name, scale=SCALE, directory=str(tmp_path / kind))
-        for kind in ("memmap", "shardkit_reader")
-    }
-    assert not build_data(jobs, told=lambda line: None)
-    jobs["limit"] = Job(reader="limit", workload=name, scale=SCALE, directory=str(tmp_path / "memmap"))
-    del jobs["memmap"]  # torch, and nothing else that the limit has not
-    for job in jobs.values():
-        with Reader(job) as process:
-            assert "error" not in process.ask("prepare")
-            for mode in MODES:
-                found = process.ask(f"epoch {mode} 60")
-                assert found["samples"] == WORKLOADS[name].rows(SCALE), (job.reader, mode)
-                assert found["whole"]
-                assert 0 <= found["p999_s"] <= found["longest_s"] <= found["seconds"]
-                assert found["cpu_s"] > 0
-                assert found["peak"] > 10 << 20
-
-
 def test_what_fails_in_a_process_is_told(tmp_path: Path) -> None:
     with Reader(
         Job(reader="private_blocks", workload="text", scale=SCALE, directory=str(tmp_path))
@@ -164,25 +135,6 @@ def test_what_fails_in_a_process_is_told(tmp_path: Path) -> None:
         assert process.ask("prepare")["error"] == "NotImplementedError: rows of one size only"
     with Reader(Job(reader="none", workload="text", scale=SCALE, directory=str(tmp_path))) as process:
         assert "error" in process.ask("prepare")
-
-
-def test_files_leave_the_page_cache_or_it_is_said(tmp_path: Path) -> None:
-    (tmp_path / "some").write_bytes(bytes(1 << 20))
-    (tmp_path / "none").touch()
-    assert drop(tmp_path) in (0.0, 1.0)  # 1: a file system in memory
-    warm(tmp_path)
-    assert (tmp_path / "some").read_bytes() == bytes(1 << 20)
-
-
-def test_the_environment_of_the_peers_needs_nothing_of_ours() -> None:
-    program = (
-        "import sys; sys.modules['shardkit'] = None; sys.path.insert(0, 'tools')\n"
-        "from bench.reading.samples import MODES, find; print(next(find('tokens').samples(0.001))['tokens'].shape)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.stdout == "(2048,)\n", done.stderr
 
 
 @pytest.fixture
@@ -193,27 +145,6 @@ def bucket(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     (folder / "data" / "digits").write_bytes(b"0123456789")
     with slow_bucket(folder, 0.01) as endpoint:
         yield folder, endpoint
-
-
-@pytest.mark.parametrize(
-    ("headers", "status", "body"),
-    [({}, 200, b"0123456789"), ({"Range": "bytes=2-4"}, 206, b"234"), ({"Range": "bytes=7-"}, 206, b"789"),
-     ({"Range": "bytes=-2"}, 206, b"89"), ({"Range": "bytes=8-99"}, 206, b"89")],
-)  # fmt: skip
-def test_the_slow_bucket_answers_ranges(
-    bucket: tuple[Path, str], headers: dict[str, str], status: int, body: bytes
-) -> None:
-    started = time.perf_counter()
-    with urlopen(Request(f"{bucket[1]}/bench/data/digits", headers=headers)) as answer:
-        assert (answer.status, answer.read()) == (status, body)
-    assert time.perf_counter() - started > 0.01
-
-
-@pytest.mark.parametrize("path", ["bench/none", "other/data/digits", "bench/%2e%2e/secret"])
-def test_the_slow_bucket_has_nothing_else(bucket: tuple[Path, str], path: str) -> None:
-    (bucket[0].parent / "secret").write_text("secret")
-    with pytest.raises(HTTPError, match="404"):
-        urlopen(f"{bucket[1]}/{path}")
 
 
 def test_shardkit_reads_a_dataset_from_the_slow_bucket(

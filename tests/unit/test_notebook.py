@@ -15,6 +15,7 @@ import shardkit
 from shardkit.notebook import value_text
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.records import record_path
+from tests.flips import flip
 from tests.pictures import grey
 
 
@@ -57,9 +58,7 @@ def test_large_files_stay_out_of_the_notebook(tmp_path: Path) -> None:
 def test_damage_is_said_and_nothing_of_it_shown(tmp_path: Path) -> None:
     ds = made(tmp_path / "a", [grey(number) for number in range(8)])
     [shard] = (tmp_path / "a" / "objects").rglob("*.tar")
-    data = bytearray(shard.read_bytes())
-    data[600] ^= 1
-    shard.write_bytes(data)
+    flip(shard, 600)
     page = ds._repr_html_()
     assert "mismatch" in page
     assert "base64" not in page

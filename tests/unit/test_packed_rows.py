@@ -1,21 +1,333 @@
-"""Packed rows: where documents begin, and a model whose attention stays inside them."""
+"""Rows of several documents: packed fields and their borders."""
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import shlex
+import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.errors import SampleError, UsageError
+import shardkit_tools
+from shardkit.errors import FormatError, SampleError, SchemaError, UsageError
+from shardkit.formats import FieldType, Schema
+from shardkit.formats.fields import decode_payload, encode_value
 from shardkit.loader.packed_rows import find_documents
+from shardkit_tools.commands.export import export_samples
+from shardkit_tools.importers import ImportOptions
 from shardkit_trainer.configuration import ModelConfig
 from shardkit_trainer.tasks import IGNORED, LanguageTask
+from tests.command_line import call
+
+# ---- Arrays of varying shape and lists: their bytes, what damage does to them, and their ways in and out
+
+
+SCHEMA = {
+    "picture": "uint8[*,*,3]",
+    "sound": "float32[*,80]?",
+    "words": "str[*]",
+    "files": "bytes[*]?",
+    "number": "int64",
+}
+
+
+def rows(count: int = 40) -> list[dict[str, Any]]:
+    random = np.random.default_rng(0)
+    return [
+        {
+            "picture": random.integers(0, 255, (i % 4, 5 + i % 3, 3)).astype(np.uint8),
+            "sound": None if i % 5 == 0 else random.random((i % 4, 80)).astype(np.float32),
+            "words": ["ä" * k for k in range(i % 4)],
+            "files": None if i % 7 == 0 else [b"x" * k for k in range(i % 3)],
+            "number": i,
+        }
+        for i in range(count)
+    ]
+
+
+def same(found: object, expected: object) -> bool:
+    if isinstance(found, np.ndarray) and isinstance(expected, np.ndarray):
+        return (
+            found.shape == expected.shape
+            and found.dtype == expected.dtype
+            and bool((found == expected).all())
+        )
+    return found == expected
+
+
+@pytest.mark.parametrize("text", ["uint8[*,*,3]", "float32[*,80]?", "bool[2,*]", "str[*]", "bytes[*]?"])
+def test_types_are_spelled_one_way(text: str) -> None:
+    assert str(FieldType.parse(text)) == text
+    assert FieldType.parse(text).is_packed
+    assert FieldType.parse(text).numpy_dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    "text", ["str[3]", "bytes[*,*]", "json[*]", "uint8[*,0]", "uint8[*,03]", "uint8[*,]"]
+)
+def test_other_types_are_refused(text: str) -> None:
+    with pytest.raises(SchemaError):
+        FieldType.parse(text)
+
+
+def test_payloads_are_these_bytes() -> None:
+    """Stored data depends on them: an array is what `numpy.save` writes, a list says its sizes first."""
+    array = np.arange(6, dtype="<f4").reshape(2, 3)
+    file = io.BytesIO()
+    np.save(file, array)
+    payload = encode_value(FieldType.parse("float32[*,*]"), array, "here", "x")
+    assert payload == file.getvalue()
+    assert encode_value(FieldType.parse("str[*]"), ["a", "ü"], "here", "x") == (
+        b"\2\0\0\0\0\0\0\0" + b"\1\0\0\0\0\0\0\0" + b"\2\0\0\0\0\0\0\0" + "aü".encode()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("uint8[*,*,3]", np.zeros((2, 2, 4), np.uint8)),
+        ("uint8[*,*,3]", np.zeros((2, 2), np.uint8)),
+        ("float32[*,*]", [[1.0, 2.0], [3.0]]),
+        ("uint8[*,*]", [[256]]),
+        ("float32[*,*]", np.zeros((70_000, 0), np.float32)),
+        ("str[*]", "text"),
+        ("str[*]", ["a", None]),
+        ("bytes[*]", ["a"]),
+    ],
+)
+def test_values_of_other_types_are_refused(kind: str, value: object) -> None:
+    with pytest.raises(SampleError, match="'x'"):
+        encode_value(FieldType.parse(kind), value, "here", "x")
+
+
+VALUES: list[tuple[str, object]] = [
+    ("uint8[*,*,3]", np.arange(24, dtype=np.uint8).reshape(2, 4, 3)),
+    ("float64[*,2]", np.zeros((0, 2))),
+    ("bool[*,*]", np.ones((3, 2), np.bool_)),
+    ("str[*]", ["one", "", "drei €"]),
+    ("bytes[*]", [b"\0" * 9, b"1"]),
+]
+
+
+@given(
+    case=st.sampled_from(VALUES),
+    cut=st.integers(0, 400),
+    flips=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 255)), max_size=3),
+    added=st.binary(max_size=9),
+)
+def test_damaged_payloads_are_refused_or_of_the_type(
+    case: tuple[str, object], cut: int, flips: list[tuple[int, int]], added: bytes
+) -> None:
+    kind = FieldType.parse(case[0])
+    damaged = bytearray(encode_value(kind, case[1], "here", "x"))
+    for place, bits in flips:
+        damaged[place % len(damaged)] ^= bits
+    payload = bytes(damaged[: len(damaged) - cut]) + added if cut < len(damaged) else added
+    try:
+        value = decode_payload(kind, payload, "x")
+    except FormatError:
+        return
+    assert encode_value(kind, value, "here", "x") == payload
+
+
+@pytest.mark.parametrize("shape", ["(1099511627776, 1)", "(0, 1099511627776)", "(9, 99999999999)"])
+def test_sizes_are_not_believed(shape: str) -> None:
+    kind = FieldType.parse("uint8[*,*]")
+    true = encode_value(kind, np.zeros((2, 2), np.uint8), "here", "x")
+    start = true.index(b"(2, 2), }")
+    lie = f"{shape}, }}".encode()
+    header = (true[:start] + lie + true[start + 9 : 127])[:127].ljust(127) + b"\n"
+    for kind_, payload in (
+        (kind, header),
+        (kind, header + b"1234"),
+        (FieldType.parse("str[*]"), (2**60).to_bytes(8, "little") * 2),
+        (FieldType.parse("bytes[*]"), (1).to_bytes(8, "little") + (2**63).to_bytes(8, "little")),
+    ):
+        tracemalloc.start()
+        try:
+            value = decode_payload(kind_, payload, "x")
+            assert isinstance(value, np.ndarray)
+            assert value.size == 0
+        except FormatError:
+            pass
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("form", "compression"), [("tar", "none"), ("arrow", "zstd:3"), ("arrow", "none")])
+def test_a_dataset_of_them(tmp_path: Path, form: str, compression: str) -> None:
+    made = rows()
+    with shardkit.create(tmp_path / "d", schema=SCHEMA, format=form, compression=compression) as writer:
+        for row in made:
+            writer.add(row)
+    ds = shardkit.open(tmp_path / "d")
+    for sample in ds:
+        assert all(same(value, made[sample["number"]][name]) for name, value in sample.items())
+    for record in ds.to_arrow().to_pylist():
+        row = made[record["number"]]
+        assert record["words"] == row["words"]
+        assert record["files"] == row["files"]
+        assert record["picture"] == row["picture"].tolist()
+        assert record["sound"] == (None if row["sound"] is None else row["sound"].tolist())
+    plan = ds.plan(global_batch=8, seed=1)
+    seen = 0
+    with ds.loader(plan, tensors=False) as loader:
+        for batch in loader:
+            values, offsets, shapes = batch["picture"]
+            assert shapes.shape == (8, 3)
+            assert values.dtype == np.uint8
+            sounds, borders, sizes = batch["sound"]
+            for place, number in enumerate(batch["number"].tolist()):
+                row = made[number]
+                assert same(
+                    values[offsets[place] : offsets[place + 1]].reshape(shapes[place]), row["picture"]
+                )
+                assert batch["words"][place] == row["words"]
+                assert batch["files"][place] == row["files"]
+                assert batch.valid["sound"][place] == (row["sound"] is not None)
+                found = sounds[borders[place] : borders[place + 1]].reshape(sizes[place])
+                assert same(found, np.zeros((0, 80), np.float32) if row["sound"] is None else row["sound"])
+            seen += 1
+    assert seen == len(made) // 8
+
+
+def test_transforms_get_arrays_in_their_shapes_and_each_item_is_decoded(tmp_path: Path) -> None:
+    made = rows()
+    with shardkit.create(tmp_path / "d", schema=SCHEMA) as writer:
+        for row in made:
+            writer.add(row)
+    ds = shardkit.open(tmp_path / "d")
+    plan = ds.plan(global_batch=8, seed=1)
+
+    def looked_at(row: dict[str, Any], _: object) -> dict[str, Any]:
+        assert same(row["picture"], made[row["number"]]["picture"])
+        return {"sizes": row["files"], "number": row["number"]}
+
+    with ds.loader(plan, decode={"files": len}, transform=looked_at, tensors=False) as loader:
+        batch = next(iter(loader))
+        for sizes, number in zip(batch["sizes"], batch["number"].tolist(), strict=True):
+            files = made[number]["files"]
+            assert sizes == (None if files is None else list(map(len, files)))
+    with pytest.raises(UsageError, match="decode: 'picture' is uint8"):
+        ds.loader(plan, decode={"picture": "rgb8"})
+
+
+def test_they_are_exported_as_lists(tmp_path: Path) -> None:
+    made = rows(12)
+    with shardkit.create(tmp_path / "d", schema=SCHEMA) as writer:
+        for row in made:
+            writer.add(row)
+    ds = shardkit.open(tmp_path / "d")
+    export_samples(ds, "parquet", tmp_path / "out.parquet", schema=ds.schema, file_bytes=1 << 30)
+    table = {row["number"]: row for row in pq.read_table(tmp_path / "out.parquet").to_pylist()}
+    assert all(table[row["number"]]["picture"] == row["picture"].tolist() for row in made)
+    with pytest.raises(SchemaError, match="'files'"):
+        export_samples(ds, "jsonl", tmp_path / "out.jsonl", schema=ds.schema, file_bytes=1 << 30)
+    some = Schema({name: kind for name, kind in ds.schema.items() if name != "files"})
+    export_samples(ds, "webdataset", tmp_path / "out.tar", schema=some, file_bytes=1 << 30)
+    with tarfile.open(tmp_path / "out.tar") as tar:
+        names = [name for name in tar.getnames() if name.endswith(".picture.npy")]
+        arrays = [np.load(io.BytesIO(tar.extractfile(name).read())) for name in names]  # type: ignore[union-attr]
+    assert sorted(one.shape for one in arrays) == sorted(row["picture"].shape for row in made)
+
+
+def built(source: Path, root: Path, **settings: Any) -> Any:
+    shardkit_tools.build(str(source), root, jobs=1, **settings)
+    return shardkit.open(root)
+
+
+def test_tables_with_lists_of_lists_and_of_pictures(tmp_path: Path) -> None:
+    picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    boxes = pa.array([[[1, 2], [3, 4]], [], [[5, 6]]], pa.list_(pa.list_(pa.float32(), 2)))
+    pictures = pa.array(
+        [[{"bytes": b"a", "path": "x"}, {"bytes": b"bc", "path": None}], [], None], pa.list_(picture)
+    )
+    words = pa.array([["a", "b"], [], ["c"]], pa.list_(pa.string()))
+    mel = pa.array([[[1.0, 2.0]], [], [[3.0, 4.0], [5.0, 6.0]]], pa.list_(pa.list_(pa.float32())))
+    table = pa.table({"boxes": boxes, "pictures": pictures, "words": words, "mel": mel})
+    pq.write_table(table, tmp_path / "in.parquet")
+    ds = built(
+        tmp_path / "in.parquet",
+        tmp_path / "d",
+        options=ImportOptions(field_types={"words": "str[*]", "mel": "float32[*,2]"}),
+    )
+    types = {name: str(kind) for name, kind in ds.schema.items()}
+    assert types == {
+        "boxes": "float32[*,2]",
+        "pictures": "bytes[*]?",
+        "words": "str[*]",
+        "mel": "float32[*,2]",
+    }
+    samples = sorted((ds[n] for n in range(3)), key=lambda one: len(one["boxes"]))
+    assert [one["boxes"].tolist() for one in samples] == [[], [[5, 6]], [[1, 2], [3, 4]]]
+    assert [one["pictures"] for one in samples] == [[], None, [b"a", b"bc"]]
+    assert [one["words"] for one in samples] == [[], ["c"], ["a", "b"]]
+    assert [one["mel"].shape for one in samples] == [(0, 2), (2, 2), (1, 2)]
+
+
+def test_a_build_says_how_lists_become_arrays(tmp_path: Path) -> None:
+    rows = [
+        {"left eye": [[1.5, 2.5]], "ids": [1, 2], "tags": ["a"]},
+        {"left eye": [], "ids": [], "tags": []},
+        {"left eye": [[3]], "ids": [5], "tags": ["b"]},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for form, told in (("parquet", {"left eye"}), ("jsonl", {"left eye", "ids"})):
+        _, said = call("build", tmp_path / f"in.{form}", tmp_path / f"plain {form}")
+        advice = dict(re.findall(r"note: (.*) is json; (--schema .*) makes an array", said))
+        assert advice.keys() == told, said
+        flags = [flag for one in advice.values() for flag in shlex.split(one)]
+        _, said = call("build", tmp_path / f"in.{form}", tmp_path / form, *flags)
+        assert "is json;" not in said
+        ds = shardkit.open(tmp_path / form)
+        assert sorted(ds[n]["left eye"].tolist() for n in range(3)) == [[], [[1.5, 2.5]], [[3]]]
+        assert sorted(ds[n]["ids"].tolist() for n in range(3)) == [[], [1, 2], [5]]
+
+
+def test_members_of_several_shapes(tmp_path: Path) -> None:
+    arrays = [np.full((n, 4, 3), n, np.uint8) for n in (2, 5, 3)]
+    with tarfile.open(tmp_path / "in.tar", "w") as tar:
+        for number, array in enumerate(arrays):
+            file = io.BytesIO()
+            np.save(file, array)
+            info = tarfile.TarInfo(f"{number:03d}.pixels.npy")
+            info.size = len(file.getvalue())
+            tar.addfile(info, io.BytesIO(file.getvalue()))
+    ds = built(tmp_path / "in.tar", tmp_path / "d")
+    assert str(ds.schema["pixels"]) == "uint8[*,4,3]"
+    assert sorted(ds[n]["pixels"].shape[0] for n in range(3)) == [2, 3, 5]
+
+
+def test_batches_of_tensors(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    made = rows(16)
+    with shardkit.create(tmp_path / "d", schema=SCHEMA) as writer:
+        for row in made:
+            writer.add(row)
+    ds = shardkit.open(tmp_path / "d")
+    with ds.loader(ds.plan(global_batch=8, seed=1), tensors=True) as loader:
+        batch = next(iter(loader))
+    values, offsets, shapes = batch["picture"]
+    for place, number in enumerate(batch["number"].tolist()):
+        picture = values[offsets[place] : offsets[place + 1]].reshape(*shapes[place])
+        assert torch.equal(picture, torch.from_numpy(made[number]["picture"]))
+
+
+# ---- Packed rows: where documents begin, and a model whose attention stays inside them
+
 
 ROW = st.lists(st.integers(1, 12), max_size=5)  # lengths of a row's documents
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,9 @@ from shardkit.reading.objects import Location, copy_object
 from shardkit.repository.locations import LocationRecord, read_table
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
-from shardkit.stores.file_operations import substituted
 from shardkit.stores.local import LocalStore
-from shardkit.stores.store import ObjectStat, parse_object_name
 from shardkit.stores.waiting import Hours, RateLimiter, parse_bandwidth
-from tests.faults.faulty_operations import FaultyOperations
+from tests.flips import flip
 
 
 @pytest.mark.parametrize(
@@ -98,12 +95,6 @@ def test_a_pace_keeps_to_its_rate_and_its_hours() -> None:
         pace.take(1)
 
 
-@pytest.fixture(autouse=True)
-def _no_sync() -> Iterator[None]:
-    with substituted(FaultyOperations(errno.EIO)):  # none fails, and none waits for the disk
-        yield
-
-
 def _location(path: Path, name: str) -> Location:
     return Location(name=name, store=LocalStore(path), domain=name)
 
@@ -133,26 +124,6 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
     assert sum(moved) == 2 * len(data)
     copy_object(name, [good], bad, pace=RateLimiter().take)  # over bad bytes
     assert bad.store.get(name, max_bytes=size) == data
-
-
-class _KeepsChecksums(LocalStore):
-    """Tells the SHA-256 that an object was put with, whatever became of its bytes."""
-
-    def head(self, name: str) -> ObjectStat | None:
-        found = super().head(name)
-        return found and ObjectStat(found.size, parse_object_name(name)[0].removeprefix("sha256:"))
-
-
-def test_what_was_read_as_wrong_is_replaced_whatever_checksum_the_store_keeps(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 50
-    name = Repository.create(tmp_path / "good").put_object(data, "tar").name
-    good, rotten = _location(tmp_path / "good", "good"), _KeepsChecksums(tmp_path / "rotten")
-    rotten.put_new(name, b"\1" + data[1:])
-    target = Location(name="rotten", store=rotten, domain="rotten")
-    copy_object(name, [good], target)
-    assert rotten.get(name, max_bytes=len(data)) != data, "the store's word for it is taken"
-    copy_object(name, [good], target, replace=True)
-    assert rotten.get(name, max_bytes=len(data)) == data
 
 
 def _make(root: Path, ref: str = "main", first: int = 0) -> None:
@@ -273,19 +244,12 @@ def test_moves_wait_for_the_grace_and_can_be_undone(tmp_path: Path) -> None:
     assert _missing(root) == 0
 
 
-def _corrupt(path: Path) -> None:
-    path.chmod(0o644)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def _truncate(path: Path) -> None:
     path.chmod(0o644)
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [_corrupt, _truncate, Path.unlink])
+@pytest.mark.parametrize("damage", [flip, _truncate, Path.unlink])
 def test_nothing_is_dropped_without_proof_of_good_copies(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -314,7 +278,7 @@ def test_what_the_root_has_lost_comes_back_from_a_copy(tmp_path: Path) -> None:
 def test_an_object_that_is_good_nowhere_is_named(tmp_path: Path) -> None:
     root = _dataset(tmp_path, "a", mode="async")
     victim = min(root.glob("objects/**/*.tar"))
-    _corrupt(victim)
+    flip(victim)
     done = replicate(Repository.open(root))
     assert done.exit_code == 4
     assert done.lost == [str(victim.relative_to(root))]

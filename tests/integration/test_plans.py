@@ -1,0 +1,319 @@
+"""Plans of real datasets: sequences, costs, and the convergence of sorted data."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardkit
+from shardkit.audit import audit_run, load_run
+from shardkit.dataset.costs import costs_of
+from shardkit.errors import PlanError, UsageError
+from shardkit.ledger import ledger_head
+from shardkit.plan import Population, make_plan
+from shardkit.plan.report import full_shuffle, rank_skew
+from shardkit.telemetry.diagnosis import cost_skew
+from tests.command_line import output_of
+from tests.integration.test_mixers import batches, forge
+
+# ---- `ds.plan(sequence=…)` finds the length of a row in the schema
+
+
+def _dataset(root: Path, schema: dict[str, str]) -> shardkit.Dataset:
+    with shardkit.create(str(root), schema, format="arrow", block_size="1KiB") as writer:
+        for number in range(64):
+            writer.add({name: np.full(8, number, dtype=np.int32) for name in schema})
+    return shardkit.open(str(root))
+
+
+def test_sequences_join_whole_rows_and_lose_none(tmp_path: Path) -> None:
+    ds = _dataset(tmp_path / "data", {"tokens": "int32[8]"})
+    plan = ds.plan(global_batch=4, lanes=2, sequence=16, remainder="short")
+    assert (
+        plan.digest == ds.plan(global_batch=4, lanes=2, sequence=16, row_tokens=8, remainder="short").digest
+    )
+    steps = plan.steps_per_epoch
+    assert steps is not None
+    rows = np.concatenate([plan.step(step).ravel() for step in range(steps)])
+    assert sorted(rows[rows >= 0].tolist()) == list(range(64))
+
+
+def test_two_rows_of_numbers_need_to_be_told_apart(tmp_path: Path) -> None:
+    ds = _dataset(tmp_path / "data", {"tokens": "int32[8]", "types": "int32[8]"})
+    with pytest.raises(PlanError, match="row_tokens"):
+        ds.plan(global_batch=4, lanes=2, sequence=16)
+    assert ds.plan(global_batch=4, lanes=2, sequence=16, row_tokens=8).lanes == 2
+
+
+# ---- A class-sorted dataset trains as well in the plan's order as in a full shuffle, and far better than in its own
+
+
+CLASSES, DIMENSIONS, POINTS, POINTS_BATCH, EPOCHS, SEEDS = 8, 16, 8192, 64, 2, 5
+
+Order = Callable[[int, int], np.ndarray]  # (seed, epoch) -> (steps, B) sample numbers
+
+
+def data(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Overlapping clusters, sorted by class; and as many others to test on."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(0, 0.55, (CLASSES, DIMENSIONS))
+    label = np.repeat(np.arange(CLASSES), POINTS // CLASSES)
+    return (centres[label] + rng.normal(0, 1, (POINTS, DIMENSIONS)), label,
+            centres[label] + rng.normal(0, 1, (POINTS, DIMENSIONS)), label)  # fmt: skip
+
+
+def accuracy(order: Order, seed: int) -> float:
+    """Test accuracy of softmax regression after plain SGD, large steps, in a given order."""
+    train, label, test, truth = data(seed)
+    weights, velocity = np.zeros((DIMENSIONS + 1, CLASSES)), np.zeros((DIMENSIONS + 1, CLASSES))
+    train, test = (np.hstack([x, np.ones((len(x), 1))]) for x in (train, test))
+    for epoch in range(EPOCHS):
+        for rows in order(seed, epoch):
+            x = train[rows]
+            scores = np.exp(x @ weights - (x @ weights).max(axis=1, keepdims=True))
+            scores /= scores.sum(axis=1, keepdims=True)
+            scores[np.arange(len(rows)), label[rows]] -= 1
+            velocity = 0.9 * velocity + x.T @ scores / len(rows)
+            weights -= 0.05 * velocity
+    return float(((test @ weights).argmax(axis=1) == truth).mean())
+
+
+def planned(strata: bool) -> Order:
+    """32 shards of one class each; with the class as stratum, or (adopted data) with no stratum at all."""
+    segments = [(s, s * CLASSES // 32 if strata else 0, POINTS // 32) for s in range(32)]
+    names = [f"class {c}" for c in range(CLASSES)] if strata else ["all"]
+    population = Population.of("sorted", names, segments, 16)
+
+    def order(seed: int, epoch: int) -> np.ndarray:
+        plan = make_plan(population, global_batch=POINTS_BATCH, lanes=16, seed=seed)
+        assert plan.steps_per_epoch is not None
+        return plan.steps(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch).reshape(
+            -1, POINTS_BATCH
+        )
+
+    return order
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict[str, np.ndarray]:
+    def runs(order: Order) -> Iterator[float]:
+        return (accuracy(order, seed) for seed in range(SEEDS))
+
+    steps = POINTS // POINTS_BATCH
+    orders: dict[str, Order] = {
+        "strata": planned(True),
+        "adopted": planned(False),
+        "full shuffle": lambda seed, epoch: full_shuffle(POINTS, steps, POINTS_BATCH, 100 * seed + epoch),
+        "sequential": lambda seed, epoch: np.arange(POINTS).reshape(-1, POINTS_BATCH),
+    }
+    return {name: np.array(list(runs(order))) for name, order in orders.items()}
+
+
+@pytest.mark.parametrize("kind", ["strata", "adopted"])
+def test_sorted_data_trains_as_if_shuffled(figures: dict[str, np.ndarray], kind: str) -> None:
+    mine, full = figures[kind], figures["full shuffle"]
+    # the same data under both orders: paired differences, within three standard errors or half a per cent
+    error = (mine - full).std(ddof=1) / SEEDS**0.5
+    assert (mine - full).mean() > -max(3 * error, 0.005)
+    assert full.mean() > 0.6
+
+
+def test_the_order_matters(figures: dict[str, np.ndarray]) -> None:
+    assert (figures["strata"] - figures["sequential"]).min() > 0.15
+    assert (figures["adopted"] - figures["sequential"]).min() > 0.15
+
+
+# ---- `ds.plan(cost=…)` from the dataset to the audit of a run
+
+
+ROWS, BATCH, LANES = 240, 24, 8
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("costs") / "data"
+    schema = {"text": "str", "number": "int64"}
+    with shardkit.create(
+        str(root), schema=schema, format="tar", shard_size="64KiB", block_size="4KiB"
+    ) as writer:
+        for number in range(ROWS):
+            writer.add({"text": "x" * (1 + number * number % 997), "number": number}, key=f"n{number}")
+    return str(root)
+
+
+def skew(numbers: np.ndarray) -> float:
+    """Of (steps, lanes, m) costs: the dearest lane over the mean one."""
+    cells = numbers.sum(axis=2)
+    return float(cells.max(axis=1).sum() / cells.mean(axis=1).sum())
+
+
+def test_lanes_cost_nearly_the_same(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    ds = shardkit.open(root)
+    sizes = np.array([len(ds[sample]["text"]) for sample in range(ROWS)])
+    plain, spread = ds.plan(BATCH, lanes=LANES), ds.plan(BATCH, lanes=LANES, cost="bytes(text) ")
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        align = ds.plan(BATCH, lanes=LANES, cost="bytes(text)", balance="align")
+    assert "gradients vary more" in caplog.text
+    found = [skew(sizes[plan.steps(0, ROWS // BATCH)]) for plan in (plain, spread, align)]
+    assert max(found[1:]) < 1 + (found[0] - 1) / 2
+    assert spread.digest == ds.plan(BATCH, lanes=LANES, cost="bytes( text)").digest
+    assert (
+        len(
+            {
+                plain.digest,
+                spread.digest,
+                align.digest,
+                ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2").digest,
+            }
+        )
+        == 4
+    )
+
+
+def test_costs_are_those_of_the_rows_that_are_selected(root: str) -> None:
+    ds = shardkit.open(root)
+    odd = ds.select(rows=list(range(1, ROWS, 2)))
+    text = "3 * bytes(text) // 2 + 1"
+    whole, half = costs_of(ds, text), costs_of(odd, text)
+    found = half.codes[np.arange(len(odd))]
+    assert np.array_equal(found, whole.codes[np.arange(1, ROWS, 2)])
+    assert len(np.unique(found)) > 8
+
+
+def test_a_run_is_resumed_and_audited_with_its_costs(root: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    seen: list[int] = []
+    for world, first, last in ((2, 0, 4), (1, 4, 10), (4, 10, 15)):
+        ds = shardkit.open(root)
+        plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2")
+        for rank in range(world):
+            with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
+                loader.seek(first)
+                step = first
+                while step < last:
+                    for batch in loader:
+                        seen += batch["number"].tolist() if batch.step < 10 else []
+                        step = batch.step + 1
+                        if step == last:
+                            break
+    assert sorted(seen) == list(range(ROWS))
+    audit = audit_run(run, dataset=root)
+    assert audit.exit_code == 0, audit.findings
+    assert (audit.first, audit.checked) == (0, 15)
+
+
+def test_telemetry_tells_the_skew_of_the_steps_that_were_handed_out(root: str) -> None:
+    ds = shardkit.open(root)
+    plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2")
+    records = []
+    for rank in range(4):
+        with ds.loader(plan, rank=rank, world=4, tensors=False) as loader:
+            for _ in zip(range(6), loader, strict=False):
+                pass
+            records.append(loader.telemetry.read())
+    found = cost_skew(records)
+    assert found is not None
+    assert found["steps"] == 6
+    grid = plan.grid
+    for name, one in (("plan", plan), ("plain", plan.without_costs())):
+        skew = rank_skew(grid.costs.of_cells(one.steps(0, 6)), 4)  # type: ignore[union-attr]
+        assert found[name] == pytest.approx(skew.mean())
+    with ds.loader(ds.plan(BATCH, lanes=LANES), rank=0, world=4, tensors=False) as loader:
+        next(iter(loader))
+        assert not loader.telemetry.read().tables.get("step_costs")
+
+
+def test_the_plan_command_predicts_how_long_ranks_wait(root: str) -> None:
+    said = output_of("plan", root, "-b", BATCH, "--lanes", LANES, "--cost", "bytes(text)**2", "--json")
+    report = json.loads(said)["cost"]
+    assert (report["expression"], report["balance"]) == ("bytes(text)**2", "spread")
+    assert [one["ranks"] for one in report["worlds"]] == [2, 4, 8]
+    ds = shardkit.open(root)
+    sizes = np.array([len(ds[sample]["text"]) for sample in range(ROWS)], dtype=float) ** 2
+    plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2")
+    for name, one in (("plain", plan.without_costs()), ("plan", plan)):
+        cells = sizes[one.steps(0, ROWS // BATCH)].sum(axis=2)
+        eight = (cells.max(axis=1) / cells.mean(axis=1)).mean()
+        assert report["worlds"][-1][name] == pytest.approx(eight, rel=0.08)  # codes are within an eighth
+    said = output_of(
+        "plan", root, "-b", BATCH, "--lanes", LANES, "--cost", "bytes(text)", "--balance", "align"
+    )
+    assert "align, p95" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bytes(txt)", "no field 'txt'; the fields are text, number"),
+        ("text", "text is of str, expected one integer"),
+        ("len(text)", "len\\(text\\) is of str, expected a row of any length"),
+        ("bytes(text) - 1", "is not understood"),
+        ("bytes(text)**-1", "is not understood"),
+        ("bytes(text)**9", "is not understood"),
+        ("bytes(text) // 0", "is not understood"),
+        ("bytes(text) // bytes(number)", "is not understood"),
+        ("__import__('os')", "is not understood"),
+        ("bytes(text)(", "cannot be read"),
+        ("7", "names no field"),
+        ("", "cannot be read"),
+        ("bytes(text)**4", "expected below 2\\*\\*32"),
+        ("(bytes(text)**4)**4 // 4000000000", "expected below 2\\*\\*32"),
+        ("((((bytes(text)**4)**4)**4)**4)**4", "expected below 2\\*\\*32"),
+    ],
+)
+def test_what_is_no_cost_is_refused_with_the_reason(root: str, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        shardkit.open(root).plan(BATCH, cost=text)
+
+
+def test_shards_that_know_no_sizes_are_refused(tmp_path: Path) -> None:
+    with shardkit.create(str(tmp_path / "d"), schema={"text": "str"}, format="arrow") as writer:
+        for number in range(ROWS):
+            writer.add({"text": "x" * number}, key=f"n{number}")
+    with pytest.raises(UsageError, match="not in the indexes of these arrow shards"):
+        shardkit.open(str(tmp_path / "d")).plan(BATCH, cost="bytes(text)")
+
+
+# ---- An audit of a run whose plan has costs and weights, end to end
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_with_costs_and_weights_is_audited(tmp_path: Path, jobs: int) -> None:
+    root, run = str(tmp_path / "data"), tmp_path / "run"
+    with shardkit.create(root, schema={"text": "str", "kind": "str"}, stratify="kind") as writer:
+        for n in range(600):
+            writer.add({"text": "x" * (1 + n * 7919 % 97), "kind": "abc"[n % 3]})
+    ds = shardkit.open(root)
+    plan = ds.plan(
+        global_batch=16,
+        lanes=4,
+        weights={"a": 2, "b": 1, "c": 1},
+        stages=[(20, {"a": 1, "b": 3})],
+        cost="bytes(text)",
+    )
+    for begin, end, world in ((0, 30, 1), (25, 60, 2)):  # the second start goes back, on two ranks
+        for rank in range(world):
+            with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
+                loader.seek(begin)
+                for _ in batches(loader, end):
+                    pass
+    ledger_head(run)
+    found = audit_run(run, jobs=jobs)
+    assert found.exit_code == 0, found.findings
+    recipe = next(event for event in load_run(run).events if event["kind"] == "plan")["history"]
+    assert recipe[0]["settings"]["cost"]
+
+    def other_balance(event: dict[str, Any]) -> dict[str, Any]:
+        if event["kind"] == "plan":
+            event["history"][0]["settings"]["balance"] = "align"
+        return event
+
+    forge(run, other_balance)
+    assert audit_run(run, jobs=jobs).exit_code == 4
