@@ -58,9 +58,15 @@ __all__ = [
 
 
 class ShardkitError(Exception):
-    """Base class of all errors that shardkit raises."""
+    """Base class of all errors that shardkit raises.
+
+    Attributes:
+        kind: stable name of the class.
+        is_of_row: True for an error of one row of a source, whose other rows can be read.
+    """
 
     kind: ClassVar[str] = "shardkit"
+    is_of_row: bool = False
 
 
 class UsageError(ShardkitError, ValueError):

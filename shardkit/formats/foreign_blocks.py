@@ -109,7 +109,9 @@ def foreign_columns(
     source = ForeignColumns(batch, where, first_row)
     arrays = [source.conform(name, kind) for name, kind in schema.items()]
     for row in sorted(source.bad)[:1]:
-        raise source.bad[row]
+        error = source.bad[row]
+        error.is_of_row = True
+        raise error
     made = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(schema, keys=False))
     stored = schema.stored
     return {

@@ -86,7 +86,7 @@ def test_parquet_by_pyarrow(tmp_path: Path) -> None:
 
 
 def test_parquet_row_groups_are_read_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardkit_tools.importers.tables._TASK_BYTES", 1)
+    monkeypatch.setattr("shardkit_tools.importers.tables.TASK_BYTES", 1)
     pq.write_table(table(100), tmp_path / "a.parquet", row_group_size=30)
     importer = open_source(str(tmp_path))
     assert [(task.start, task.stop) for task in importer.tasks()] == [(0, 1), (1, 2), (2, 3), (3, 4)]

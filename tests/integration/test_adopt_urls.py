@@ -23,7 +23,7 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.local import open_store
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
-from shardkit_tools.importers.source_files import list_source
+from shardkit_tools.importers.source_kinds import list_source
 from shardkit_tools.main import run
 from tests.drills import drill_count
 from tests.servers.fault_proxy import Fault, FaultProxy, Request

@@ -24,6 +24,7 @@ from PIL import Image
 from pyarrow import feather
 
 import shardkit
+from shardkit.copies.verify import verify
 from shardkit.errors import ShardkitError, UsageError
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.build_run import build
@@ -64,6 +65,12 @@ def tar_of(members: Sequence[tuple[str, bytes]]) -> bytes:
     return out.getvalue()
 
 
+def npy_of(values: Any) -> bytes:
+    out = io.BytesIO()
+    np.save(out, values)
+    return out.getvalue()
+
+
 def members_of(rows: Sequence[int]) -> list[tuple[str, bytes]]:
     return [
         one for row in rows for one in ((f"{row}.bin", bytes([row]) * 700), (f"{row}.txt", str(row).encode()))
@@ -87,6 +94,33 @@ def test_a_tar_cut_anywhere_gives_the_samples_before_the_cut(way: Way, tmp_path:
         assert [row["text"] for row in rows] == [str(n) for n in range(min(4, cut // size))]
         assert all(row["blob"] == bytes([int(row["text"])]) * 700 for row in rows)
         assert "a.tar" in said
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("name", "field", "data", "kind", "value"),
+    [
+        ("extra.bin", "extra", b"x" * 5000, "bytes?", b"x" * 5000),
+        ("seen.txt", "seen", b"once", "str?", "once"),
+        ("cls", "label", b" 7", "int64?", 7),
+        ("v.npy", "v", npy_of(np.arange(3, dtype="f4")), "float32[3]?", [0, 1, 2]),
+    ],
+    ids=["bytes", "text", "whole", "array"],
+)
+def test_a_member_that_one_sample_has_is_an_optional_field(
+    way: Way, name: str, field: str, data: bytes, kind: str, value: Any, tmp_path: Path
+) -> None:
+    stray = [("3.bin", b"3" * 700), ("3.txt", b"3"), (f"3.{name}", data)]
+    (tmp_path / "a.tar").write_bytes(tar_of([*members_of(range(3)), *stray, *members_of(range(4, 90))]))
+    rows, _ = way(tmp_path / "a.tar", tmp_path / "root")
+    assert str(shardkit.open(tmp_path / "root").schema[field]) == kind
+    found = [row.pop(field) for row in rows]
+    assert np.array_equal(found[3], value)
+    assert found[:3] + found[4:] == [None] * 89
+    assert [row["text"] for row in rows] == [str(n) for n in range(90)]
+    assert not verify(str(tmp_path / "root"), level="decode").exit_code
+    with pytest.raises(ShardkitError, match="stratif"):
+        adopt(tmp_path / "a.tar", tmp_path / "strata", stratify=field)
 
 
 @WAYS
@@ -496,6 +530,44 @@ def test_rows_that_an_adoption_cannot_leave_out_are_said(tmp_path: Path) -> None
     with pytest.raises(ShardkitError, match=r"leaves out no rows of a table.*build --on-error skip"):
         adopted(tmp_path / "a.parquet", tmp_path / "root", skip=True)
     assert built(tmp_path / "a.parquet", tmp_path / "built", skip=True)[0][0]["x"].tolist() == [2]
+
+
+def test_a_damaged_row_group_is_lost_alone(tmp_path: Path) -> None:
+    """All row groups are one task, whose later groups are intact."""
+    path = tmp_path / "a.parquet"
+    texts = [f"{n} {n * n}" for n in range(1000)]
+    table = pa.table({"n": range(1000), "text": texts})
+    pq.write_table(
+        table, path, row_group_size=100, write_page_checksum=True, compression="none", use_dictionary=False
+    )
+    data, column = bytearray(path.read_bytes()), pq.read_metadata(path).row_group(4).column(1)
+    data[column.data_page_offset + column.total_compressed_size // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ShardkitError, match=r"a\.parquet.*cannot be read"):
+        built(path, tmp_path / "strict")
+    rows, said = built(path, tmp_path / "root", skip=True)
+    assert [row["n"] for row in rows] == [*range(400), *range(500, 1000)]
+    assert [row["text"] for row in rows] == texts[:400] + texts[500:]
+    assert "rows 400 to 499 are lost" in said
+    keys = shardkit.open(tmp_path / "root")
+    assert [keys.key(n) for n in (399, 400)] == [keys.key(0)[:-3] + "399", keys.key(0)[:-3] + "400"]
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [([[1, None], [2]], None), (["1", "x"], "json"), ([1, 300], "int8")],
+    ids=["null", "json", "int8"],
+)
+def test_an_error_of_one_row_says_that_a_build_can_leave_it_out(
+    column: list[Any], kind: str | None, tmp_path: Path
+) -> None:
+    """The attribute of the error decides, whatever the message says."""
+    pq.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
+    types = {} if kind is None else {"x": kind}
+    with pytest.raises(ShardkitError, match=r"row \d.*leaves out no rows of a table.*build --on-error skip"):
+        adopted(tmp_path / "a.parquet", tmp_path / "root", skip=True, field_types=types)
+    rows, _ = built(tmp_path / "a.parquet", tmp_path / "built", skip=True, field_types=types)
+    assert len(rows) == 1
 
 
 @WAYS

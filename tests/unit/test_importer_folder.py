@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import NotFoundError, ShardkitError, SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, detect, folder, open_source
-from shardkit_tools.importers.source_files import list_source
+from shardkit_tools.importers.source_kinds import list_source
 from tests.importer_conformance import check_importer, read_all
 from tests.pictures import JPEG, PNG, encoded, photograph
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from shardkit.errors import SchemaError, SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, detect, open_source
 from shardkit_tools.importers.protocol import DecodedRows, FileImporter
-from shardkit_tools.importers.source_files import list_source
+from shardkit_tools.importers.source_kinds import list_source
 from tests.importer_conformance import check_importer, read_all
 
 ODD = 'ab" x'

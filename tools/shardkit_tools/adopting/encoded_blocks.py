@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from shardkit.errors import FormatError, SourceError
+from shardkit.errors import FormatError, SampleError, SourceError
 from shardkit.formats import Schema
 from shardkit.formats.arrow_message import (
     DICTIONARY,
@@ -36,9 +36,10 @@ from shardkit_tools.adopting.files import (
     ScannedFile,
     read_some,
 )
+from shardkit_tools.importers.arrow_files import ArrowImporter, open_ipc
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_file
-from shardkit_tools.importers.tables import ArrowImporter, TableImporter, open_ipc
+from shardkit_tools.importers.tables import TableImporter
 
 MAX_BLOCK_BYTES = 256 << 20
 """Maximum stored and decoded size of a block: a read of one row reads and decodes its block."""
@@ -111,10 +112,10 @@ class EncodedBlocks:
         for batch in batches:
             try:
                 columns = foreign_columns(batch, schema, self.constants, self.task.file.path, first + seen)
-            except SourceError as error:
-                if "--on-error skip" not in str(error):
+            except (SampleError, SourceError) as error:
+                if not error.is_of_row:
                     raise
-                raise SourceError(
+                raise type(error)(
                     f"{error}; shardkit adopt leaves out no rows of a table: {BUILD_INSTEAD} --on-error skip"
                 ) from None
             memory, seen = memory + memory_of(columns.values()), seen + batch.num_rows

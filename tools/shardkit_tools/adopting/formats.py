@@ -18,6 +18,7 @@ from shardkit_tools.adopting.line_files import LineFiles
 from shardkit_tools.adopting.located_rows import Documents, MdsFolder
 from shardkit_tools.adopting.parquet_files import ParquetFiles
 from shardkit_tools.adopting.tars import Tars
+from shardkit_tools.importers.arrow_files import ArrowImporter, SavedDataset
 from shardkit_tools.importers.csv import CsvImporter
 from shardkit_tools.importers.folder import FolderImporter, TextImporter, split_notes
 from shardkit_tools.importers.json_lines import JsonLinesImporter
@@ -26,11 +27,17 @@ from shardkit_tools.importers.numpy_archives import ArchiveImporter
 from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
 from shardkit_tools.importers.remote_files import pinned_url
-from shardkit_tools.importers.source_files import file_suffix, is_url, list_source
-from shardkit_tools.importers.source_kinds import check_kind, detect, open_listed, stray_notes, without_strays
-from shardkit_tools.importers.tables import ArrowImporter, ParquetImporter, SavedDataset, TableImporter
-from shardkit_tools.importers.token_documents import TokenDocuments
-from shardkit_tools.importers.tokens import TokensImporter
+from shardkit_tools.importers.source_files import file_suffix, is_url
+from shardkit_tools.importers.source_kinds import (
+    check_kind,
+    detect,
+    list_source,
+    open_listed,
+    stray_notes,
+    without_strays,
+)
+from shardkit_tools.importers.tables import ParquetImporter, TableImporter
+from shardkit_tools.importers.tokens import TokenDocuments, TokensImporter
 from shardkit_tools.importers.webdataset import WebDatasetImporter
 
 _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {

@@ -37,7 +37,7 @@ from shardkit_tools.importers.mds import (
     row_offsets,
 )
 from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.token_documents import TokenDocuments, read_index
+from shardkit_tools.importers.tokens import TokenDocuments, read_index
 
 Span = tuple[int, int]
 """(offset, bytes) of a value."""
@@ -102,11 +102,13 @@ class LocatedRows:
         raw = np.frombuffer(data, np.uint8)
         table = np.array(rows, np.int64).reshape(len(rows), len(self.schema), 2)
         for place, (name, kind) in enumerate(self.schema.items()):
-            suspects = range(0)
+            # the offset 0 marks missing values, as in `ShardIndex.field_offset`
+            present = np.flatnonzero(table[:, place, 0]) if kind.optional else np.arange(len(rows))
+            suspects: list[int] = []
             try:
-                self._check_column(raw, table[:, place], kind, name)
+                self._check_column(raw, table[present, place], kind, name)
             except FormatError:
-                suspects = range(len(rows))  # one of these is bad
+                suspects = present.tolist()  # one of these is bad
             for row in suspects:
                 self.check_value(raw, table[row, place], name, name_of(row))
         self._tables.append(table)
@@ -139,7 +141,9 @@ class LocatedRows:
         return {
             "field_offset": table[:, :, 0].copy(),
             "field_size": table[:, :, 1].copy(),
-            "field_is_payload": np.array([self.is_payload[name] for name in self.schema], np.uint8),
+            "field_is_payload": np.array(
+                [self.is_payload.get(name, False) for name in self.schema], np.uint8
+            ),
         }
 
 

@@ -60,7 +60,7 @@ class _TarRow(NamedTuple):
 
     key: str
     start: int
-    fields: list[tuple[int, int]]  # in the order of the schema
+    fields: list[tuple[int, int]]  # in the order of the schema; the offset of a missing value is -1
     labels: tuple[str, ...]
 
 
@@ -123,6 +123,7 @@ class _TarScan:
         self._block_start = 0
         self._path = self.task.file.path
         self._names = list(self.schema)
+        self._optional = {name for name, kind in self.schema.items() if kind.optional}
         # fields whose values are whole members
         self._whole = {name for name, kind in self.schema.items() if kind.is_opaque and not kind.is_packed}
         self._whole -= set(self.axes)
@@ -191,6 +192,8 @@ class _TarScan:
             row = self._row(sample, start)
             # a block of this tar has as many rows as any other, so a bad one is found before it is in a block
             for name, (offset, size) in zip(self._names, row.fields, strict=True) if self.skip else ():
+                if offset < 0:
+                    continue
                 data, at = sample.members[name][1].data, sample.members[name][1].offset
                 raw = np.frombuffer(data, np.uint8)
                 self._located.check_value(raw, (offset - at, size), name, f"sample {sample.key!r}")
@@ -203,19 +206,14 @@ class _TarScan:
         return row
 
     def _row(self, sample: TarSample, start: int) -> _TarRow:
+        check_fields(sample.members, self.schema, f"{self._path} sample {sample.key!r}", self._optional)
         fields: dict[str, tuple[int, int]] = {}
         labels = {}
         for name, (extension, member) in sample.members.items():
             if name in self._whole:
                 fields[name] = member.offset, len(member.data)
                 continue
-            where = f"{self._path} member {member.name!r}"
-            kind = self.schema.get(name)
-            if kind is None:
-                raise SourceError(
-                    f"{where}: has the field {name!r}, which the first samples do not have; every sample must have "
-                    f"the fields {', '.join(self.schema)}: remove it, or add it to all"
-                )
+            where, kind = f"{self._path} member {member.name!r}", self.schema[name]
             skipped, size, is_payload = _locate(kind, extension.rpartition(".")[2], member.data, where)
             if self._located.is_payload.setdefault(name, is_payload) != is_payload:
                 raise SourceError(
@@ -225,9 +223,12 @@ class _TarScan:
             if name in self.axes:
                 value = _axis_value(kind, member.data[skipped : skipped + size], is_payload=is_payload)
                 labels[name] = label_text(kind, value, where)
-        if len(fields) != len(self._names):
-            check_fields(fields, self.schema, f"{self._path} sample {sample.key!r}")
-        places = [fields[name] for name in self._names]
+        if lacking := [axis for axis in self.axes if axis not in labels]:
+            raise SourceError(
+                f"{self._path} sample {sample.key!r}: no value of {lacking[0]}, which samples are stratified by; "
+                f"add it, or adopt without --stratify"
+            )
+        places = [fields.get(name, (-1, 0)) for name in self._names]
         return _TarRow(sample.key, start, places, tuple(labels[axis] for axis in self.axes))
 
     def _place(self, row: _TarRow) -> None:
@@ -248,7 +249,8 @@ class _TarScan:
         self._blocks.add(data, len(self._block))
         self.report(len(self._block), 0)
         fields = np.array([row.fields for row in self._block], np.int64)
-        fields[:, :, 0] -= self._block_start
+        starts = fields[:, :, 0]
+        fields[:, :, 0] = np.where(starts < 0, 0, starts - self._block_start)
         self._located.add(data, fields, lambda row: f"sample {self._block[row].key!r}")
         self._block_start = end
         self._block = []

@@ -13,7 +13,6 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
-    parse_field_types,
 )
 from shardkit_tools.importers.source_kinds import IMPORTERS, detect, open_source
 
@@ -27,5 +26,4 @@ __all__ = [
     "SourceTask",
     "detect",
     "open_source",
-    "parse_field_types",
 ]

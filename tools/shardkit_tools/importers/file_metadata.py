@@ -21,7 +21,7 @@ from shardkit_tools.importers.protocol import (
     row_name,
 )
 from shardkit_tools.importers.source_files import file_suffix
-from shardkit_tools.importers.source_kinds import is_metadata, open_listed
+from shardkit_tools.importers.source_kinds import open_listed
 
 _NAME = "file_name"
 
@@ -100,11 +100,10 @@ def _form(name: str) -> str:
     return normalize("NFC", name.replace("\\", "/"))
 
 
-def open_metadata(source: Source, options: ImportOptions, others: Sequence[str]) -> FileMetadata | None:
-    """Open the metadata files of a source, if it has any; `others` are its fields that are not metadata."""
-    files = tuple(file for file in source.files if is_metadata(file.name))
-    if not files:
-        return None
+def open_metadata(
+    source: Source, files: Sequence[SourceFile], options: ImportOptions, others: Sequence[str]
+) -> FileMetadata:
+    """Open the metadata files of a source; `others` are its fields that are not metadata."""
     kinds = sorted({file_suffix(file.name) for file in files})
     if len(kinds) > 1:
         raise SourceError(
@@ -112,7 +111,7 @@ def open_metadata(source: Source, options: ImportOptions, others: Sequence[str])
         )
     types = {name: kind for name, kind in options.field_types.items() if name not in others}
     inner = ImportOptions(field_types=types, skip_bad_rows=options.skip_bad_rows, encoding=options.encoding)
-    importer = open_listed(replace(source, files=files), kinds[0], inner)
+    importer = open_listed(replace(source, files=tuple(files)), kinds[0], inner)
     if _NAME not in importer.fields:
         raise SourceError(
             f"{files[0].path}: no field {_NAME!r}, which names the file that a row describes; its fields are "

@@ -35,19 +35,17 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
 )
 from shardkit_tools.importers.source_files import (
+    SIDECARS,
+    SPLIT_NAMES,
     file_stem,
     file_suffix,
     group_files,
     is_compressed,
+    is_metadata,
+    media_of,
     open_plain,
     read_file,
     text_of,
-)
-from shardkit_tools.importers.source_kinds import (
-    SIDECARS,
-    SPLIT_NAMES,
-    is_metadata,
-    media_of,
 )
 
 _MAX_TEXT_BYTES = 1 << 30
@@ -196,7 +194,8 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
             f"pictures are not decoded, because {why}; --check decode finds those that are cut short"
         )
     sidecars = _sidecar_types(samples, source.notes)
-    metadata = open_metadata(source, options, [own, *sidecars])
+    described = [file for file in source.files if is_metadata(file.name)]
+    metadata = open_metadata(source, described, options, [own, *sidecars]) if described else None
     if metadata is not None and options.classes is None:  # as in the folders of Hugging Face
         options = replace(options, classes=False)
     layout = folder_layout(source, options, [sample[0].name for sample in samples])

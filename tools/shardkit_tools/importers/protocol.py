@@ -205,33 +205,6 @@ def array_note(name: str, dtype: str, dimensions: int) -> str:
     return f"{name} is json; --schema {flag} makes an array of each row{shaped}"
 
 
-def parse_field_types(pairs: Iterable[str], option: str = "--schema") -> dict[str, str]:
-    """Parse ``field=type`` texts from a command line.
-
-    Raises:
-        UsageError: A text does not have this form, or the type does not exist.
-    """
-    types = parse_pairs(pairs, option, "field=type, for example score=float64 or tokens=int32[*]")
-    for text in types.values():
-        FieldType.parse(text)
-    return types
-
-
-def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, str]:
-    """Split each text at its last equals sign and return a mapping.
-
-    Raises:
-        UsageError: A text has no equals sign or no value.
-    """
-    pairs = {}
-    for text in texts:
-        name, equals, value = text.rpartition("=")
-        if not (equals and value):
-            raise UsageError(f"{option} {text!r}: expected {expected}")
-        pairs[name] = value
-    return pairs
-
-
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     """A file of a source."""

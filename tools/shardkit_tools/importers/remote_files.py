@@ -11,7 +11,7 @@ import functools
 import io
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
@@ -22,7 +22,6 @@ from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key,
 from shardkit.stores.remote.object_store import ForeignStore
 from shardkit.stores.store import ObjectStat
 from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.stray_names import DEBRIS, is_debris, refuse_table
 
 _WILDCARD = re.compile(r"[*?\[]")
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
@@ -44,8 +43,14 @@ _STAMPS = (
 )
 
 
-def list_url(url: str, left_out: dict[str, str], *, skip: bool) -> tuple[list[SourceFile], bool]:
-    """Return the files below a URL, unordered, and whether the URL named one file.
+Chooser = Callable[[Iterable[str], bool], Collection[str]]
+"""Returns the names of samples among names relative to the source, given whether they are a whole folder."""
+
+
+def list_url(
+    url: str, choose: Chooser, left_out: dict[str, str], *, skip: bool
+) -> tuple[list[SourceFile], bool]:
+    """Return the files below a URL that `choose` returns, unordered, and whether the URL named one file.
 
     Keys of a bucket that cannot be read are refused, or with `skip` added to `left_out`.
 
@@ -55,7 +60,7 @@ def list_url(url: str, left_out: dict[str, str], *, skip: bool) -> tuple[list[So
     """
     _check_harmless(url)
     if _is_bucket(url):
-        return _list_bucket(url, left_out, skip=skip)
+        return _list_bucket(url, choose, left_out, skip=skip)
     system, root = _system(url)
     try:
         wildcard = _WILDCARD.search(root)
@@ -72,11 +77,8 @@ def list_url(url: str, left_out: dict[str, str], *, skip: bool) -> tuple[list[So
             f"{url}: cannot be listed ({_brief(error)}); check the URL and the credentials"
         ) from error
     names = {path: path.removeprefix(root).lstrip("/") for path in found}
-    if not wildcard:
-        refuse_table(names.values(), url)
-    files = [
-        _file(system, path, root, info) for path, info in found.items() if _is_sample(names[path], left_out)
-    ]
+    chosen = set(choose(names.values(), not wildcard))
+    files = [_file(system, path, root, info) for path, info in found.items() if names[path] in chosen]
     if not found:
         raise NotFoundError(f"{url}: no files there; check the URL")
     return files, False
@@ -253,7 +255,9 @@ def _store_for(address: Address, settings: int) -> ForeignStore:
     return ForeignStore(address, read_only=True)
 
 
-def _list_bucket(url: str, left_out: dict[str, str], *, skip: bool) -> tuple[list[SourceFile], bool]:
+def _list_bucket(
+    url: str, choose: Chooser, left_out: dict[str, str], *, skip: bool
+) -> tuple[list[SourceFile], bool]:
     """Do `list_url` for an object store; in a glob, ``*`` and ``?`` stop at a slash and ``**`` does not.
 
     Names of objects and folders that hold wildcards go before globs.
@@ -270,14 +274,11 @@ def _list_bucket(url: str, left_out: dict[str, str], *, skip: bool) -> tuple[lis
         prefix = f"{folder}/" if folder else ""
         wanted = _pattern(url, prefix, key) if folder != key else None
         listed = dict(bucket.list_keys(prefix))
-        if wanted is None:
-            refuse_table((name.removeprefix(prefix) for name in listed), url)
+        names = {n.removeprefix(prefix): n for n in listed if wanted is None or wanted.fullmatch(n)}
         files = [
-            _object(bucket, name, folder, stat)
-            for name, stat in listed.items()
-            if (wanted is None or wanted.fullmatch(name))
-            and _is_sample(name.removeprefix(prefix), left_out)
-            and _is_readable(bucket.url, name, left_out if skip else None)
+            _object(bucket, names[name], folder, listed[names[name]])
+            for name in choose(names, wanted is None)
+            if _is_readable(bucket.url, names[name], left_out if skip else None)
         ]
     except StoreError as error:
         raise SourceError(f"{url}: cannot be listed ({error})") from error
@@ -317,16 +318,6 @@ def stat_file(file: SourceFile) -> ObjectStat:
 def _object(bucket: ForeignStore, key: str, folder: str, found: ObjectStat) -> SourceFile:
     stamp = f"ETag {found.etag}" if found.etag else "unknown"
     return SourceFile(key.removeprefix(folder).lstrip("/"), f"{bucket.url}/{key}", found.size, stamp)
-
-
-def _is_sample(name: str, left_out: dict[str, str]) -> bool:
-    """Return False for a hidden file, and for debris, which is added to `left_out`."""
-    if any(part.startswith(".") for part in name.split("/")):
-        return False
-    if is_debris(name):
-        left_out[name] = DEBRIS
-        return False
-    return True
 
 
 def _literal_folder(bucket: ForeignStore, key: str) -> str:

@@ -1,8 +1,6 @@
-"""The files of a source: list them in order, and open or read them.
+"""The files of a source: kinds by name, opening, reading, decompression, and tasks of whole files.
 
-A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are sorted by name (by code point,
-`/` as separator), so that the same source gives the same rows on every machine. Only regular files are opened,
-and every error names the file.
+Only regular files are opened, and every error names the file.
 """
 
 from __future__ import annotations
@@ -19,11 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, TypeVar, cast
-from urllib.parse import unquote
 
-from shardkit.errors import NotFoundError, SourceError
+from shardkit.errors import SourceError
 from shardkit.formats.compression import ZstdError, new_decompressor
-from shardkit_tools.importers.local_files import WILDCARDS, matches, regular_file, unreadable, walk
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
 
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
@@ -31,6 +27,21 @@ _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
 _FRAME_PIECE = 4 << 10  # decompresses to about 128 MiB at most
 _TASK_BYTES = 64 << 20
 _TASK_FILES = 4096
+MEDIA = {
+    "image": ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pbm",
+              "avif", "heic", "heif", "jp2", "jxl", "jfif"),
+    "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
+    "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
+}  # fmt: skip
+"""Field → file extensions of its kind."""
+SPLIT_NAMES = ("train", "val", "valid", "validation", "test", "dev")
+"""Names, in any case, of top-level folders that are splits rather than classes."""
+SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
+"""Extension of a sidecar, which describes the file with the same stem → its field and type."""
+
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+"""Names of files that describe the files in and below their folder."""
+
 _POINTER_BYTES = 1024  # pointers of Git LFS are smaller
 _SHOWN = 3  # errors of files in a note
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z][A-Za-z0-9+.-]*)*://")
@@ -50,6 +61,16 @@ def file_suffix(name: str) -> str:
     for packed in _PACKED:
         base = base.removesuffix(packed)
     return base.rpartition(".")[2] if "." in base[1:] else ""
+
+
+def media_of(suffix: str) -> str | None:
+    """Return the field of `MEDIA` for an extension, or None."""
+    return next((field for field, known in MEDIA.items() if suffix in known), None)
+
+
+def is_metadata(name: str) -> bool:
+    """Return True if a file describes other files."""
+    return name.rpartition("/")[2] in METADATA
 
 
 def check_suffixes(source: Source, suffixes: Iterable[str], what: str) -> None:
@@ -78,42 +99,36 @@ def file_stem(name: str) -> str:
     return head + slash + (base.rpartition(".")[0] if "." in base[1:] else base)
 
 
-def list_source(source: str, *, skip: bool = False, follow_links: bool = False) -> Source:
-    """List the files of a source; with ``skip``, empty folders and unreadable files are left out, not refused.
-
-    Files that other programs write next to samples are always left out (`stray_names`).
-
-    Links out of a folder or a glob are followed with `follow_links`, or if it holds no files except links.
+def regular_file(path: str, name: str) -> SourceFile:
+    """Describe a file.
 
     Raises:
-        NotFoundError: The source does not exist.
-        SourceError: The source holds no files, or something that is not imported.
+        SourceError: It is no regular file, cannot be read, or its name is not UTF-8.
     """
-    left_out: dict[str, str] = {}
-    source = unquote(source[7:]) if source.lower().startswith("file:///") else source
-    if is_url(source):
-        from shardkit_tools.importers.remote_files import list_url
+    try:
+        name.encode()
+        found = os.stat(path)
+    except UnicodeEncodeError as error:
+        raise SourceError(f"{path!r}: the file's name is not UTF-8; rename it") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise SourceError(
+            f"{path}: neither a file nor a folder (a pipe, socket or device); remove it from the source"
+        )
+    return SourceFile(name, path, found.st_size, str(found.st_mtime_ns))
 
-        found, is_single_file = list_url(source, left_out, skip=skip)
-        return Source(source, _sort(found), is_single_file, left_out=left_out)
-    if os.path.isdir(source):
-        notes: list[str] = []
-        files = _sort(walk(source, left_out, notes, skip=skip, follow_links=follow_links))
-        if not files:
-            raise SourceError(f"{source}: the folder holds no files; give a folder with samples in it")
-        return Source(source, files, left_out=left_out, notes=notes)
-    if os.path.lexists(source):
-        return Source(source, (regular_file(source, os.path.basename(source)),), is_single_file=True)
-    if WILDCARDS.intersection(source):
-        notes = []
-        files = _sort(matches(source, left_out, notes, skip=skip, follow_links=follow_links))
-        if not files:
-            name, why = min(left_out.items())
-            raise SourceError(
-                f"{source}: no file that matches is a sample ({name}: {why}); give another pattern"
-            )
-        return Source(source, files, left_out=left_out, notes=notes)
-    raise NotFoundError(f"{source}: no such file or folder; give a path, or a glob such as 'data/*.jsonl'")
+
+def unreadable(path: str, error: OSError) -> SourceError:
+    """Return the error for a file that cannot be read."""
+    if isinstance(error, FileNotFoundError) and os.path.islink(path):
+        return SourceError(
+            f"{path}: a symbolic link to {os.path.realpath(path)}, which does not exist; restore it, remove the link, "
+            "or leave it out: --on-error skip"
+        )
+    return SourceError(
+        f"{path}: cannot be read ({error.strerror or error}); fix its permissions, or leave it out"
+    )
 
 
 def open_file(file: SourceFile, *, for_digest: bool = False) -> BinaryIO:
@@ -345,7 +360,3 @@ class _Frames:
                 self._rest, self._decoder = self._decoder.unused_data, None
         data, self._made = self._made[:size], self._made[size:]
         return data
-
-
-def _sort(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
-    return tuple(sorted(files, key=lambda file: file.name))

@@ -1,24 +1,63 @@
-"""The importer for the files of a source: chosen by the user, or by extensions and indexes; other files are strays."""
+"""The files of a source, in order, and the importer for them.
+
+A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are sorted by name (by code point,
+`/` as separator), so that the same source gives the same rows on every machine. The importer is chosen by the user, or
+by extensions and indexes; other files are strays.
+
+Links inside the source to its own files are always read. Other links are followed on request, or if the source
+has no files except links: a snapshot in the cache of the Hugging Face hub, or a folder that was curated by links.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
 import importlib
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
+from urllib.parse import unquote
 
 from shardkit.errors import NotFoundError, SourceError, UsageError
 from shardkit.formats.strict_json import parse_json
 from shardkit_tools.importers.protocol import FileImporter, Importer, ImportOptions, Source, SourceFile
 from shardkit_tools.importers.source_files import (
+    MEDIA,
+    SIDECARS,
+    SPLIT_NAMES,
     file_stem,
     file_suffix,
-    list_source,
+    is_metadata,
+    is_url,
+    media_of,
     name_files,
     read_file,
+    regular_file,
+    unreadable,
 )
+
+_WILDCARDS = frozenset("*?[")
+_DEBRIS = "what other programs write next to samples"
+"""Reason why a file is left out."""
+
+# Markers and summaries of Spark, Hive and Databricks; thumbnails and settings of Windows; results cached by datasets
+_DEBRIS_FILES = re.compile(
+    r"_SUCCESS|_metadata|_common_metadata|_(?:committed|started)_\w+|Thumbs\.db|desktop\.ini|"
+    r"cache-[0-9a-f]{16}\w*\.arrow"
+)
+_DEBRIS_FOLDERS = frozenset(
+    ["__MACOSX", "_temporary", "lost+found", "$RECYCLE.BIN", "System Volume Information"]
+)
+_TABLE_LOGS = {
+    re.compile(r"(?:^|/)_delta_log(?:/|$)"): "Delta Lake",
+    re.compile(r"(?:^|/)\.hoodie(?:/|$)"): "Hudi",
+    re.compile(r"(?:^|/)metadata/[^/]+\.metadata\.json$"): "Iceberg",
+    re.compile(r"(?:^|/)_versions/[^/]+\.manifest$"): "Lance",
+}
 
 IMPORTERS = {
     "folder": ("shardkit_tools.importers.folder", "open_folder"),
@@ -29,27 +68,12 @@ IMPORTERS = {
     "tokens": ("shardkit_tools.importers.tokens", "open_tokens"),
     "webdataset": ("shardkit_tools.importers.webdataset", "open_webdataset"),
     "parquet": ("shardkit_tools.importers.tables", "open_parquet"),
-    "arrow": ("shardkit_tools.importers.tables", "open_arrow"),
+    "arrow": ("shardkit_tools.importers.arrow_files", "open_arrow"),
     "csv": ("shardkit_tools.importers.csv", "open_csv"),
-    "huggingface": ("shardkit_tools.importers.tables", "open_huggingface"),
+    "huggingface": ("shardkit_tools.importers.arrow_files", "open_huggingface"),
     "mds": ("shardkit_tools.importers.mds", "open_mds"),
 }
 """Name for ``--from`` → module and function that open a source, imported on demand: some need pyarrow."""
-
-MEDIA = {
-    "image": ("jpg", "jpeg", "png", "gif", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pbm",
-              "avif", "heic", "heif", "jp2", "jxl", "jfif"),
-    "audio": ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"),
-    "video": ("mp4", "mkv", "webm", "avi", "mov", "mpg", "mpeg"),
-}  # fmt: skip
-"""Field → file extensions of its kind."""
-SPLIT_NAMES = ("train", "val", "valid", "validation", "test", "dev")
-"""Names, in any case, of top-level folders that are splits rather than classes."""
-SIDECARS = {"json": ("meta", "json"), "txt": ("text", "str")}
-"""Extension of a sidecar, which describes the file with the same stem → its field and type."""
-
-METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-"""Names of files that describe the files in and below their folder."""
 
 # Extensions of files of records, which are never samples themselves.
 _RECORDS = dict.fromkeys(("jsonl", "ndjson"), "jsonl") | dict.fromkeys(("tar", "tgz"), "webdataset")
@@ -141,8 +165,7 @@ def without_strays(source: Source, kind: str | None, options: ImportOptions) -> 
     kinds = {file.name: _kind_of(file.name) for file in source.files}
     wanted = _KINDS_OF.get(kind or "")
     counts = Counter(found for found in kinds.values() if wanted is None or found in wanted)
-    # Media and records rank before texts and documents, which often accompany samples, and these before
-    # unknown files.
+    # Media and records rank before texts and documents, which often accompany samples, and these before unknown files.
     for is_sample in ({*MEDIA, *_RECORDS.values()}, {"text", "json"}, {"blob"}):
         among = Counter({found: n for found, n in counts.items() if found in is_sample})
         if among:
@@ -262,11 +285,208 @@ def _is_mds_index(file: SourceFile) -> bool:
     return False
 
 
-def media_of(suffix: str) -> str | None:
-    """Return the field of `MEDIA` for an extension, or None."""
-    return next((field for field, known in MEDIA.items() if suffix in known), None)
+# ---- Files of a folder, a glob or a URL
 
 
-def is_metadata(name: str) -> bool:
-    """Return True if a file describes other files."""
-    return name.rpartition("/")[2] in METADATA
+def list_source(source: str, *, skip: bool = False, follow_links: bool = False) -> Source:
+    """List the files of a source; with `skip`, empty folders and unreadable files are left out, not refused.
+
+    Files that other programs write next to samples are always left out.
+
+    Raises:
+        NotFoundError: The source does not exist.
+        SourceError: The source holds no files, or something that is not imported.
+    """
+    left_out: dict[str, str] = {}
+    notes: list[str] = []
+    source = unquote(source[7:]) if source.lower().startswith("file:///") else source
+    if is_url(source):
+        from shardkit_tools.importers.remote_files import list_url
+
+        choose = functools.partial(_choose, source, left_out)
+        listed, is_single_file = list_url(source, choose, left_out, skip=skip)
+        return Source(source, _sort(listed), is_single_file, left_out=left_out)
+    if os.path.isdir(source):
+        found = _walk(source, left_out, notes, skip=skip, follow_links=follow_links)
+    elif os.path.lexists(source):
+        return Source(source, (regular_file(source, os.path.basename(source)),), is_single_file=True)
+    elif _WILDCARDS.intersection(source):
+        found = _matches(source, left_out, notes, skip=skip, follow_links=follow_links)
+    else:
+        raise NotFoundError(
+            f"{source}: no such file or folder; give a path, or a glob such as 'data/*.jsonl'"
+        )
+    files = _sort(found)
+    if not files and os.path.isdir(source):
+        raise SourceError(f"{source}: the folder holds no files; give a folder with samples in it")
+    if not files:
+        name, why = min(left_out.items())
+        raise SourceError(f"{source}: no file that matches is a sample ({name}: {why}); give another pattern")
+    return Source(source, files, left_out=left_out, notes=notes)
+
+
+def _sort(files: Iterable[SourceFile]) -> tuple[SourceFile, ...]:
+    return tuple(sorted(files, key=lambda file: file.name))
+
+
+class _Folder(NamedTuple):
+    name: str  # relative to the source
+    path: str
+    above: tuple[str, ...]  # real paths of this folder and of those that it was reached through
+
+
+def _walk(
+    root: str, left_out: dict[str, str], notes: list[str], *, skip: bool, follow_links: bool
+) -> Iterator[SourceFile]:
+    """Yield the files of a folder; empty folders and unreadable files are refused, or with `skip` left out."""
+    inside = os.path.realpath(root)
+    pending = [_Folder("", root, (inside,))]
+    links: list[_Folder] = []  # linked files, and linked folders, which are last
+    has_files = False
+    follow: bool | None = None  # decided when the folders without links are listed
+    while pending:
+        folder = pending.pop()
+        for entry in _entries(folder, left_out, skip=skip):
+            name = f"{folder.name}/{entry.name}" if folder.name else entry.name
+            if entry.is_symlink():
+                links.append(_Folder(name, entry.path, folder.above))
+            elif entry.is_dir():
+                pending.append(_Folder(name, entry.path, (*folder.above, os.path.realpath(entry.path))))
+            else:
+                has_files = True
+                yield from _readable(entry.path, name, left_out if skip else None)
+        if not pending:
+            follow = follow_links or not has_files if follow is None else follow
+            files, folders = _resolve_links(links, inside, notes, follow=follow)
+            links, pending = [], folders
+            for link in files:
+                yield from _readable(link.path, link.name, left_out if skip else None)
+
+
+def _readable(path: str, name: str, left_out: dict[str, str] | None) -> Iterator[SourceFile]:
+    """Yield a file; one that cannot be read is refused, or added to `left_out`."""
+    try:
+        yield regular_file(path, name)
+    except SourceError:
+        if left_out is None:
+            raise
+        left_out[name.encode(errors="backslashreplace").decode()] = "what cannot be read"
+
+
+def _entries(folder: _Folder, left_out: dict[str, str], *, skip: bool) -> list[os.DirEntry[str]]:
+    try:
+        found = list(os.scandir(folder.path))
+    except OSError as error:
+        raise unreadable(folder.path, error) from error
+    _refuse_table((f"{os.path.basename(folder.name)}/{entry.name}" for entry in found), folder.path)
+    debris = {entry.name for entry in found if _is_debris(entry.name)}
+    left_out |= dict.fromkeys((os.path.join(folder.name, name) for name in debris), _DEBRIS)
+    entries = [entry for entry in found if entry.name not in debris and not entry.name.startswith(".")]
+    if any(entry.name == "shardkit.json" for entry in entries):
+        raise SourceError(
+            f"{folder.path}: a dataset, whose shards are no samples; build from the files that it was made of, or keep "
+            "it outside of the source"
+        )
+    if not entries and folder.name:
+        if not skip:
+            # otherwise a class folder whose files are missing would disappear from the dataset silently
+            raise SourceError(
+                f"{folder.path}: an empty folder; fill it, remove it, or leave it out: --on-error skip"
+            )
+        left_out[f"{folder.name}/"] = "what is empty"
+    return entries
+
+
+def _resolve_links(
+    links: list[_Folder], inside: str, notes: list[str], *, follow: bool
+) -> tuple[list[_Folder], list[_Folder]]:
+    """Return the links to files and to folders."""
+    files, folders, outside = [], [], []
+    for link in links:
+        target = os.path.realpath(link.path)
+        is_outside = os.path.commonpath([target, inside]) != inside
+        if is_outside:
+            outside.append(f"{link.name} to {target}")
+        if os.path.isdir(target):
+            if target in link.above:
+                raise SourceError(f"{link.path}: a loop of symbolic links (to {target}); remove the link")
+            if not follow and not is_outside:
+                raise SourceError(
+                    f"{link.path}: a link to a folder inside the source would give its files twice; remove the link, "
+                    "or pass --follow-links"
+                )
+            folders.append(_Folder(link.name, link.path, (*link.above, target)))
+        else:
+            files.append(link)
+        if is_outside and not follow:
+            raise SourceError(
+                f"{link.path}: a symbolic link out of the source (to {target}); pass --follow-links if it belongs to "
+                "the source, or remove it"
+            )
+    if outside:
+        notes.append(f"links out of the source were followed ({len(outside):,}): {outside[0]}")
+    return files, folders
+
+
+def _matches(
+    pattern: str, left_out: dict[str, str], notes: list[str], *, skip: bool, follow_links: bool
+) -> Iterator[SourceFile]:
+    """Yield the files of a glob, checked as by `_walk`; names are relative to the folder before the first wildcard."""
+    parts = pattern.split("/")
+    literal: list[str] = []
+    for part in parts[:-1]:
+        # a folder may be called "v[1]"
+        if _WILDCARDS.intersection(part) and ("*" in part or not os.path.isdir("/".join([*literal, part]))):
+            break
+        literal.append(part)
+    root = "/".join(literal) or ("/" if pattern.startswith("/") else ".")
+    escaped = "/".join([*map(glob.escape, literal), *parts[len(literal) :]])
+    found = [path for path in glob.glob(escaped, recursive=True) if not os.path.isdir(path)]
+    if not found:
+        raise NotFoundError(f"{pattern}: no file matches the pattern; quote it, and check it with ls")
+    named = [_Folder(os.path.relpath(path, root).replace(os.sep, "/"), path, ()) for path in found]
+    left_out |= {one.name: _DEBRIS for one in named if _is_debris(one.name)}
+    named = [one for one in named if one.name not in left_out]
+    links = [one for one in named if os.path.islink(one.path)]
+    files = [one for one in named if not os.path.islink(one.path)]
+    linked, _ = _resolve_links(links, os.path.realpath(root), notes, follow=follow_links or not files)
+    for one in (*files, *linked):
+        yield from _readable(one.path, one.name, left_out if skip else None)
+
+
+# ---- Files that are no samples: left by other programs, or parts of tables whose files are not all current
+
+
+def _choose(given: str, left_out: dict[str, str], names: Iterable[str], is_folder: bool) -> list[str]:
+    """Return the names of a folder or a glob that are not hidden or debris, which is added to `left_out`."""
+    names = list(names)
+    if is_folder:
+        _refuse_table(names, given)
+    shown = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    left_out |= {name: _DEBRIS for name in shown if _is_debris(name)}
+    return [name for name in shown if name not in left_out]
+
+
+def _is_debris(name: str) -> bool:
+    """Return True for a path relative to the source that no program reads as a sample."""
+    *folders, base = name.split("/")
+    return (
+        not _DEBRIS_FOLDERS.isdisjoint(folders)
+        or base in _DEBRIS_FOLDERS
+        or _DEBRIS_FILES.fullmatch(base) is not None
+    )
+
+
+def _refuse_table(names: Iterable[str], given: str) -> None:
+    """Refuse the folder of a table with a log of its current files, because other files hold removed rows.
+
+    Raises:
+        SourceError: One of the paths belongs to such a log.
+    """
+    for name in names:
+        for log, table in _TABLE_LOGS.items():
+            if log.search(name):
+                raise SourceError(
+                    f"{given}: a {table} table ({name}), whose files may hold removed and replaced rows; write the "
+                    "current rows to Parquet with a reader of such tables, or name the files with a glob to take all"
+                )

@@ -1,17 +1,11 @@
-"""Tables: Parquet, Arrow IPC files (``.arrow``, Feather 2) and streams, saved Hugging Face datasets.
-
-Row groups and record batches are read one at a time. In a folder of `save_to_disk`, two JSON files list the
-data files and the types of the columns.
-"""
+"""Tables: their batches as rows of the schema, and Parquet files, whose row groups are read one at a time."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -22,10 +16,6 @@ from shardkit.errors import SourceError
 from shardkit.formats.foreign_blocks import INT96_UNIT, column_leaves, parquet_file
 from shardkit.formats.foreign_columns import is_media, plain_column
 from shardkit.formats.schema import KEY_FIELD
-from shardkit.formats.strict_json import parse_json
-from shardkit_tools.importers.arrow_types import flat_batch, flat_schema, table_schema
-from shardkit_tools.importers.arrow_values import batch_samples, conform_batch, null_columns
-from shardkit_tools.importers.hive_partitions import hive_partitions, with_partitions
 from shardkit_tools.importers.protocol import (
     DecodedStream,
     FileImporter,
@@ -33,6 +23,7 @@ from shardkit_tools.importers.protocol import (
     ImportOptions,
     SampleStream,
     Source,
+    SourceFailure,
     SourceFile,
     SourceTask,
     ignore_file,
@@ -43,12 +34,24 @@ from shardkit_tools.importers.source_files import (
     is_url,
     open_each,
     open_file,
-    read_file,
+)
+from shardkit_tools.importers.table_columns import (
+    batch_samples,
+    conform_batch,
+    flat_batch,
+    flat_schema,
+    hive_partitions,
+    null_columns,
+    table_schema,
+    with_partitions,
 )
 
-_TASK_BYTES = 64 << 20
+TASK_BYTES = 64 << 20
+"""Bytes of a task."""
 _BATCH_ROWS = 4096
 _BATCH_BYTES = 16 << 20
+Batches: TypeAlias = Iterator[tuple[Any, int] | SourceError]
+"""(record batch, number of its first row in the file), or why rows are lost though later ones can be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,26 +63,38 @@ class TableImporter(FileImporter):
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
         """Yield the record batches of the file, converted to the types of the schema."""
-        for batch, first in self._raw(task):
-            yield from conform_batch(batch, self.fields, self.schema, task.files[0], first)
+        for found in self._raw(task):
+            if isinstance(found, SourceFailure):
+                yield found
+                continue
+            try:
+                yield from conform_batch(found[0], self.fields, self.schema, task.files[0], found[1])
+            except SourceError as error:  # damage that only a check of the values finds
+                if not self.options.skip_bad_rows:
+                    raise
+                yield SourceFailure(task.files[0].name, -1, error)
 
     def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        for batch, first in self._raw(task):
+        for found in self._raw(task):
+            if isinstance(found, SourceFailure):
+                yield found
+                continue
             yield from batch_samples(
-                batch, self.fields, task.files[0], first, unchecked=self.options.unchecked
+                found[0], self.fields, task.files[0], found[1], unchecked=self.options.unchecked
             )
 
-    def _raw(self, task: SourceTask) -> Iterator[tuple[Any, int]]:
-        """Yield (batch, number of its first row in the file)."""
-        row = task.first_row
-        for found in self._batches(task.files[0], task.start, task.stop):
-            if found.num_rows:
-                batch = flat_batch(found, self.options)
-                for name, value in self.partitions.get(task.files[0].name, {}).items():
+    def _raw(self, task: SourceTask) -> Iterator[tuple[Any, int] | SourceFailure]:
+        """Yield (batch, number of its first row in the file) and failures."""
+        file = task.files[0]
+        for found in self._batches(task):
+            if isinstance(found, SourceError):
+                yield SourceFailure(file.name, -1, found)
+            elif found[0].num_rows:
+                batch = flat_batch(found[0], self.options)
+                for name, value in self.partitions.get(file.name, {}).items():
                     if name not in batch.schema.names:
                         batch = batch.append_column(name, pa.repeat(value, batch.num_rows))
-                yield self._with_keys(batch, task.files[0]), row
-            row += found.num_rows
+                yield self._with_keys(batch, file), found[1]
 
     def _with_keys(self, batch: Any, file: SourceFile) -> Any:
         """Return a batch whose column of keys, if it has one, is as `ImportOptions.keys` says."""
@@ -97,12 +112,12 @@ class TableImporter(FileImporter):
         keys = self.options.keys
         return {**super()._settings(), **({} if keys in ("", "source") else {"keys": keys})}
 
-    def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
-        """Yield the record batches of the pieces ``start`` to ``stop``, or to the end if `stop` is None."""
+    def _batches(self, task: SourceTask) -> Batches:
+        """Yield the record batches of a task."""
         raise NotImplementedError
 
 
-def _make_tasks(
+def make_tasks(
     files: Sequence[SourceFile], pieces: Sequence[Sequence[tuple[int, int]]]
 ) -> tuple[SourceTask, ...]:
     """Return tasks of pieces of about 64 MiB; a file with unknown pieces is one task."""
@@ -111,7 +126,7 @@ def _make_tasks(
         start = first_row = rows = size = 0
         for number, (piece_rows, piece_bytes) in enumerate(sizes, 1):
             rows, size = rows + piece_rows, size + piece_bytes
-            if size >= _TASK_BYTES or number == len(sizes):
+            if size >= TASK_BYTES or number == len(sizes):
                 tasks.append(SourceTask(f"{file.name}:{start}", (file,), size, start, number, first_row))
                 start, first_row, size = number, rows, 0
         if not sizes:
@@ -127,8 +142,9 @@ class ParquetImporter(TableImporter):
     wanted: tuple[str, ...] | None  # columns to read; None: all
     rows: tuple[int, ...]  # rows of each file
 
-    def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
-        return _batches(file, range(start, stop or 0), self.wanted)
+    def _batches(self, task: SourceTask) -> Batches:
+        groups, skip = range(task.start, task.stop or 0), self.options.skip_bad_rows
+        return _row_groups(task.files[0], groups, self.wanted, task.first_row, skip=skip)
 
 
 def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
@@ -153,7 +169,7 @@ def open_parquet(source: Source, options: ImportOptions) -> ParquetImporter:
         fields=schema,
         options=options,
         labels=classes,
-        cut=_make_tasks(source.files, groups),
+        cut=make_tasks(source.files, groups),
         partitions=partitions,
         has_keys=KEY_FIELD in names,
         wanted=wanted if len(wanted) < len(names) else None,
@@ -202,8 +218,11 @@ def _null_columns(
                 elif nulls != 0 and fields[name].nullable:
                     unsure.add(name)  # nulls inside lists and structs are counted together
         if unsure - found:
-            batches = _batches(file, range(footer.num_row_groups), sorted(unsure - found))
-            found |= null_columns(flat_batch(batch, options) for batch in batches)
+            groups, skip = range(footer.num_row_groups), options.skip_bad_rows
+            batches = _row_groups(file, groups, sorted(unsure - found), skip=skip)
+            found |= null_columns(
+                flat_batch(one[0], options) for one in batches if not isinstance(one, SourceError)
+            )
     return found
 
 
@@ -219,9 +238,24 @@ def _open(stream: Any, file: SourceFile, unit: str = INT96_UNIT, footer: Any = N
         ) from error
 
 
-def _batches(file: SourceFile, groups: range, columns: Sequence[str] | None) -> Iterator[Any]:
+def _row_groups(
+    file: SourceFile, groups: range, columns: Sequence[str] | None, first_row: int = 0, *, skip: bool
+) -> Batches:
+    """Yield (batch, number of its first row); with `skip`, a row group that cannot be read is an error between them."""
     with open_file(file) as stream:
-        yield from read_groups(stream, file, groups, columns)
+        footer = _open(stream, file).metadata
+        row = first_row
+        for own in [groups[n : n + 1] for n in range(len(groups))] if skip else [groups]:
+            stop = row + sum(footer.row_group(number).num_rows for number in own)
+            try:
+                for batch in read_groups(stream, file, own, columns, footer):
+                    yield batch, row
+                    row += batch.num_rows
+            except SourceError as error:
+                if not skip:
+                    raise
+                yield SourceError(f"{error}; rows {row} to {stop - 1} are lost")
+            row = stop
 
 
 def read_groups(
@@ -304,188 +338,3 @@ def _check_int96(batch: Any, fine: Any, file: SourceFile) -> None:
 _SIGNATURE_BYTES = 28
 _BUFFER_BYTES, _URL_BUFFER_BYTES = 2**20, 2**23  # bytes of a column that are read ahead
 _NANOS_END_MICROS = 2**63 // 1000 - 1
-_MAGIC = b"ARROW1"
-_SCAN_ROWS = 100_000  # rows whose nulls decide which fields are optional
-_INFO, SAVED_STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrowImporter(TableImporter):
-    """Arrow files as a source."""
-
-    name: ClassVar[str] = "arrow"
-
-    def _batches(self, file: SourceFile, start: int, stop: int | None) -> Iterator[Any]:
-        return _record_batches(file, start, stop)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedDataset(ArrowImporter):
-    """A folder of `save_to_disk` as a source."""
-
-    name: ClassVar[str] = "huggingface"
-
-
-def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
-    """Read the schemas of Arrow files."""
-    return _open_tables(ArrowImporter, source, options, None)
-
-
-def _open_tables(
-    kind: type[ArrowImporter], source: Source, options: ImportOptions, features: Mapping[str, Any] | None
-) -> ArrowImporter:
-    check_suffixes(source, ("arrow", "feather", "ipc"), "an Arrow file")
-    source, schemas = open_each(source, options, _ipc_schema)
-    pieces = [
-        _sizes_of_batches(file, schema) if file.size > _TASK_BYTES else ()
-        for file, schema in zip(source.files, schemas, strict=True)
-    ]
-
-    def nulls(_: Any, wanted: Collection[str]) -> set[str]:
-        return null_columns(flat_batch(batch, options) for batch in _first_batches(source)).intersection(
-            wanted
-        )
-
-    partitions = hive_partitions(source, options)
-    whole = with_partitions(source, schemas, partitions)
-    schema, classes = table_schema(source, options, whole, nulls, features)
-    return kind(
-        source=source,
-        fields=schema,
-        options=options,
-        labels=classes,
-        cut=_make_tasks(source.files, pieces),
-        partitions=partitions,
-        has_keys=any(KEY_FIELD in one.names for one in schemas),
-    )
-
-
-def _ipc_schema(file: SourceFile) -> Any:
-    with open_ipc(file) as reader:
-        return reader.schema
-
-
-def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
-    """Read the description and the schemas of a saved dataset.
-
-    Raises:
-        SourceError: A file is missing or invalid, or the folder holds several splits.
-    """
-    by_name = {file.name: file for file in source.files}
-    if _SPLITS in by_name:
-        splits = _document(by_name[_SPLITS]).get("splits")
-        shown = ", ".join(map(str, splits)) if isinstance(splits, list) else "several"
-        raise SourceError(
-            f"{source.given}: holds the splits {shown}; name one of them, such as "
-            f"{os.path.join(source.given, 'train')}"
-        )
-    for name in (_INFO, SAVED_STATE):
-        if name not in by_name:
-            raise SourceError(f"{source.given}: {name} is missing; save the dataset again with save_to_disk")
-    features = _document(by_name[_INFO]).get("features")
-    listed = Source(source.given, tuple(_data_files(by_name, source)))
-    return _open_tables(SavedDataset, listed, options, features if isinstance(features, dict) else {})
-
-
-def _document(file: SourceFile) -> dict[str, Any]:
-    value = parse_json(read_file(file), file.path)
-    if not isinstance(value, dict):
-        raise SourceError(
-            f"{file.path}: holds a {type(value).__name__}, not an object; save the dataset again"
-        )
-    return value
-
-
-def _data_files(by_name: Mapping[str, SourceFile], source: Source) -> Iterator[SourceFile]:
-    state = _document(by_name[SAVED_STATE])
-    if state.get("_indices_data_files"):
-        raise SourceError(
-            f"{source.given}: its rows are chosen by the indices of an early release of datasets, which are not read; "
-            "load it with datasets, then save flatten_indices() of it"
-        )
-    listed = state.get("_data_files")
-    if not isinstance(listed, list) or not listed:
-        raise SourceError(
-            f"{source.given}: {SAVED_STATE} lists no data files; save the dataset again with save_to_disk"
-        )
-    for entry in listed:
-        name = entry.get("filename") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or name not in by_name:
-            raise SourceError(
-                f"{source.given}: the data file {name!r} of {SAVED_STATE} is missing; fetch the folder again"
-            )
-        yield by_name[name]
-
-
-def _first_batches(source: Source) -> Iterator[Any]:
-    """Yield the batches that types are inferred from."""
-    rows = size = 0
-    for file in source.files:
-        for batch in _record_batches(file):
-            yield batch
-            rows, size = rows + batch.num_rows, size + batch.nbytes
-            if rows >= _SCAN_ROWS or size >= _TASK_BYTES:
-                return
-
-
-def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], ...]:
-    """Return (rows, even share of the bytes) of each record batch of a local file.
-
-    Return nothing for a stream or a URL, which would have to be read completely.
-    """
-    if is_url(file.path) or not schema.names:
-        return ()
-    with open_ipc(file) as reader:
-        if not hasattr(reader, "num_record_batches"):
-            return ()
-    widths = [kind.bit_width if pa.types.is_primitive(kind) else 10_000 for kind in schema.types]
-    # a compressed batch is decompressed per column: read only the narrowest
-    narrow = widths.index(min(widths))
-    only = pa.ipc.IpcReadOptions(included_fields=[narrow])
-    rows = [batch.num_rows for batch in _record_batches(file, options=only)]
-    borders = [file.size * number // len(rows) for number in range(len(rows) + 1)] if rows else []
-    return tuple(zip(rows, (stop - start for start, stop in pairwise(borders)), strict=True))
-
-
-@contextmanager
-def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
-    """Open a reader of an Arrow file or stream."""
-    with open_file(file) as stream:
-        head = stream.read(len(_MAGIC))
-        is_file = head == _MAGIC
-        stream.seek(0)
-        if head.startswith(b"FEA1"):
-            raise SourceError(
-                f"{file.path}: Feather of version 1, which is not read; write it again with version 2"
-            )
-        try:
-            reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream, options=options)
-            _ = reader.schema.names  # decoded here: names may not be UTF-8
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise SourceError(
-                f"{file.path}: not a readable Arrow file ({error}); fetch or write it again"
-            ) from error
-        with reader:
-            yield reader
-
-
-def _record_batches(
-    file: SourceFile, start: int = 0, stop: int | None = None, options: Any = None
-) -> Iterator[Any]:
-    with open_ipc(file, options) as reader:
-        count = getattr(reader, "num_record_batches", None)
-        if count is not None and stop is not None:
-            count = min(count, stop)
-        number = start
-        while count is None or number < count:
-            try:
-                batch = reader.read_next_batch() if count is None else reader.get_batch(number)
-            except StopIteration:
-                return
-            # MemoryError: a damaged length may ask for any amount
-            except (pa.ArrowException, OSError, MemoryError) as error:
-                raise SourceError(
-                    f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
-                ) from error
-            yield batch
-            number += 1

@@ -22,7 +22,7 @@ import numpy as np
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
 from shardkit.formats.compression import PACKED_HEADS
-from shardkit_tools.importers.source_kinds import MEDIA
+from shardkit_tools.importers.source_files import MEDIA
 
 _BLOCK = 512
 _MAX_HEADER_BYTES = 1 << 20  # limit for a long name or a pax header; honest ones have a few hundred bytes

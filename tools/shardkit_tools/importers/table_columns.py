@@ -1,4 +1,4 @@
-"""Map Arrow columns to field types.
+"""Columns of tables: their field types, their values, and columns in the names of folders.
 
     bool, integers, floats → the same            utf8 → str           binary → bytes
     list of numbers → ragged                     fixed-size lists of numbers → fixed arrays
@@ -23,18 +23,22 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from shardkit.dataset.encoding import RowOrigin, index_array
 from shardkit.documents import decode_plain
-from shardkit.errors import FormatError, SourceError
+from shardkit.errors import FormatError, SchemaError, SourceError
 from shardkit.extras import shell_word
 from shardkit.formats import FieldType, Schema
-from shardkit.formats.arrow_writing import METADATA_KEY, table_type
+from shardkit.formats.arrow_payloads import stored_columns
+from shardkit.formats.arrow_writing import METADATA_KEY, arrow_schema, table_type
+from shardkit.formats.block import payloads_of
 from shardkit.formats.foreign_columns import (
+    ForeignColumns,
     fixed_shape,
     held_type,
     is_binary,
@@ -42,14 +46,28 @@ from shardkit.formats.foreign_columns import (
     is_media,
     is_number,
     is_string,
+    media_bytes,
+    plain_column,
 )
 from shardkit.formats.schema import KEY_FIELD
 from shardkit.formats.values import Logical
-from shardkit_tools.importers.protocol import MIXED, ImportOptions, Source, array_note
+from shardkit_tools.importers.protocol import (
+    MIXED,
+    DecodedRows,
+    DecodedStream,
+    ImportOptions,
+    SampleStream,
+    Source,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    array_note,
+)
 from shardkit_tools.importers.source_files import lacking_columns
 
 _MOST_CLASSES = 2**17  # limit of a manifest
 _NUMBER = re.compile("bool|u?int(8|16|32|64)|float(16|32|64)")
+_HIVE = re.compile(r"(?:^|/)([^/=]+)=[^/]*(?=/)")  # name of a partition column, before its value
 _UNFIT = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 
@@ -314,3 +332,128 @@ def _is_json(kind: Any) -> bool:
 
 def _number_name(kind: Any) -> str:
     return str(np.dtype(kind.to_pandas_dtype()).name)
+
+
+# ---- Values
+
+
+def null_columns(batches: Iterable[Any]) -> set[str]:
+    """Return the columns of record batches that hold nulls, except inside a value."""
+    return {
+        name for batch in batches for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        if (media_bytes(column) if is_media(column.type) else plain_column(column)).null_count
+    }  # fmt: skip
+
+
+def conform_batch(
+    batch: Any, fields: Schema, schema: Schema, file: SourceFile, first_row: int
+) -> DecodedStream:
+    """Yield a record batch of a source as one of its schema; rows that do not fit are failures.
+
+    `fields` are the fields of the schema under the names of the source.
+    """
+    columns = _Columns(batch, file.path, first_row)
+    arrays = [columns.conform(name, kind) for name, kind in fields.items()]
+    keys = columns.keys()
+    made = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(schema, keys=False))
+    rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.int64)
+    origin = RowOrigin([file.name] * batch.num_rows, rows, keys)
+    for row in sorted(columns.bad):
+        yield SourceFailure(file.name, first_row + row, columns.bad[row])
+    if columns.bad:
+        good = np.array([row for row in range(batch.num_rows) if row not in columns.bad], np.int64)
+        made, origin = made.take(index_array(good)), origin.take(good)
+    if len(origin):
+        yield DecodedRows(made, origin)
+
+
+def batch_samples(
+    batch: Any, fields: Schema, file: SourceFile, first_row: int, *, unchecked: bool
+) -> SampleStream:
+    """Yield rows of a record batch as Python values; `unchecked` ones that do not fit stay as in Arrow."""
+    columns = _Columns(batch, file.path, first_row)
+    values = {name: columns.values(name, kind, unchecked=unchecked) for name, kind in fields.items()}
+    keys = columns.keys()
+    for row in range(batch.num_rows):
+        if row in columns.bad:
+            yield SourceFailure(file.name, first_row + row, columns.bad[row])
+            continue
+        sample = {name: column[row] for name, column in values.items()}
+        yield SourceSample(sample, keys[row] if keys else None, file.name, first_row + row)
+
+
+class _Columns(ForeignColumns):
+    """Columns of a record batch that can also be had as Python values."""
+
+    def values(self, name: str, kind: FieldType, *, unchecked: bool) -> Sequence[Any]:
+        """Return a column's values, None if missing; `unchecked` ones that do not fit stay as in Arrow."""
+        before = dict(self.bad)
+        try:
+            if unchecked and kind.kind == MIXED:
+                raise SchemaError("no type has all values")
+            array = self.conform(name, kind)
+        except SchemaError:
+            if not unchecked:
+                raise
+            array = None
+        if unchecked and (array is None or self.bad != before):
+            self.bad = before
+            raw: list[Any] = self.column(name).to_pylist()
+            return raw
+        alone = Schema({"value": kind})
+        columns = [
+            payloads_of(column)
+            for column in stored_columns(alone, pa.RecordBatch.from_arrays([array], ["value"]))
+        ]
+        return [
+            None if row in self.bad else alone.decode(payloads)["value"]
+            for row, payloads in enumerate(zip(*columns, strict=True))
+        ]
+
+
+# ---- Hive partitions: values in the names of folders, such as `lang=de/`
+
+
+def hive_partitions(source: Source, options: ImportOptions) -> dict[str, dict[str, Any]]:
+    """Return file → column → value of folders such as ``lang=de/``, as pyarrow reads them.
+
+    Columns whose values are all integers are int64, unless the user gives a type; others are texts.
+    """
+    names = [file.name for file in source.files]
+    columns = dict.fromkeys(name for path in names for name in _HIVE.findall(path))
+    if not columns:
+        return {}
+    import pyarrow.dataset as pads  # imports pandas if it is installed
+
+    layout = pads.HivePartitioning(pa.schema([(name, pa.string()) for name in columns]))
+    found = [pads.get_partition_keys(layout.parse(path)) for path in names]
+    partitions: dict[str, dict[str, Any]] = {path: {} for path in names}
+    for name in columns:
+        values = pa.array([one.get(name) for one in found], pa.string())
+        if name not in options.field_types:
+            with contextlib.suppress(pa.ArrowInvalid):
+                values = values.cast(pa.int64())
+        for path, one, value in zip(names, found, values, strict=True):
+            if one.get(name) is not None:
+                partitions[path][name] = value
+    return partitions
+
+
+def with_partitions(
+    source: Source, schemas: Sequence[Any], partitions: Mapping[str, Mapping[str, Any]]
+) -> list[Any]:
+    """Return schemas with the partition columns that the files do not have themselves."""
+    return [
+        pa.schema(
+            [
+                *schema,
+                *(
+                    pa.field(name, value.type)
+                    for name, value in partitions.get(file.name, {}).items()
+                    if name not in schema.names
+                ),
+            ],
+            schema.metadata,
+        )
+        for file, schema in zip(source.files, schemas, strict=True)
+    ]

@@ -1,0 +1,220 @@
+"""Arrow IPC files (``.arrow``, Feather 2) and streams, and folders of `save_to_disk` of Hugging Face.
+
+Record batches are read one at a time. In a folder of `save_to_disk`, two JSON files list the data files and the types
+of the columns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.ipc
+
+from shardkit.errors import SourceError
+from shardkit.formats.schema import KEY_FIELD
+from shardkit.formats.strict_json import parse_json
+from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
+from shardkit_tools.importers.source_files import check_suffixes, is_url, open_each, open_file, read_file
+from shardkit_tools.importers.table_columns import (
+    flat_batch,
+    hive_partitions,
+    null_columns,
+    table_schema,
+    with_partitions,
+)
+from shardkit_tools.importers.tables import TASK_BYTES, Batches, TableImporter, make_tasks
+
+_MAGIC = b"ARROW1"
+_SCAN_ROWS = 100_000  # rows whose nulls decide which fields are optional
+_INFO, SAVED_STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrowImporter(TableImporter):
+    """Arrow files as a source."""
+
+    name: ClassVar[str] = "arrow"
+
+    def _batches(self, task: SourceTask) -> Batches:
+        row = task.first_row
+        for batch in _record_batches(task.files[0], task.start, task.stop):
+            yield batch, row
+            row += batch.num_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedDataset(ArrowImporter):
+    """A folder of `save_to_disk` as a source."""
+
+    name: ClassVar[str] = "huggingface"
+
+
+def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
+    """Read the schemas of Arrow files."""
+    return _open_tables(ArrowImporter, source, options, None)
+
+
+def _open_tables(
+    kind: type[ArrowImporter], source: Source, options: ImportOptions, features: Mapping[str, Any] | None
+) -> ArrowImporter:
+    check_suffixes(source, ("arrow", "feather", "ipc"), "an Arrow file")
+    source, schemas = open_each(source, options, _ipc_schema)
+    pieces = [
+        _sizes_of_batches(file, schema) if file.size > TASK_BYTES else ()
+        for file, schema in zip(source.files, schemas, strict=True)
+    ]
+
+    def nulls(_: Any, wanted: Collection[str]) -> set[str]:
+        return null_columns(flat_batch(batch, options) for batch in _first_batches(source)).intersection(
+            wanted
+        )
+
+    partitions = hive_partitions(source, options)
+    whole = with_partitions(source, schemas, partitions)
+    schema, classes = table_schema(source, options, whole, nulls, features)
+    return kind(
+        source=source,
+        fields=schema,
+        options=options,
+        labels=classes,
+        cut=make_tasks(source.files, pieces),
+        partitions=partitions,
+        has_keys=any(KEY_FIELD in one.names for one in schemas),
+    )
+
+
+def _ipc_schema(file: SourceFile) -> Any:
+    with open_ipc(file) as reader:
+        return reader.schema
+
+
+def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
+    """Read the description and the schemas of a saved dataset.
+
+    Raises:
+        SourceError: A file is missing or invalid, or the folder holds several splits.
+    """
+    by_name = {file.name: file for file in source.files}
+    if _SPLITS in by_name:
+        splits = _document(by_name[_SPLITS]).get("splits")
+        shown = ", ".join(map(str, splits)) if isinstance(splits, list) else "several"
+        raise SourceError(
+            f"{source.given}: holds the splits {shown}; name one of them, such as "
+            f"{os.path.join(source.given, 'train')}"
+        )
+    for name in (_INFO, SAVED_STATE):
+        if name not in by_name:
+            raise SourceError(f"{source.given}: {name} is missing; save the dataset again with save_to_disk")
+    features = _document(by_name[_INFO]).get("features")
+    listed = Source(source.given, tuple(_data_files(by_name, source)))
+    return _open_tables(SavedDataset, listed, options, features if isinstance(features, dict) else {})
+
+
+def _document(file: SourceFile) -> dict[str, Any]:
+    value = parse_json(read_file(file), file.path)
+    if not isinstance(value, dict):
+        raise SourceError(
+            f"{file.path}: holds a {type(value).__name__}, not an object; save the dataset again"
+        )
+    return value
+
+
+def _data_files(by_name: Mapping[str, SourceFile], source: Source) -> Iterator[SourceFile]:
+    state = _document(by_name[SAVED_STATE])
+    if state.get("_indices_data_files"):
+        raise SourceError(
+            f"{source.given}: its rows are chosen by the indices of an early release of datasets, which are not read; "
+            "load it with datasets, then save flatten_indices() of it"
+        )
+    listed = state.get("_data_files")
+    if not isinstance(listed, list) or not listed:
+        raise SourceError(
+            f"{source.given}: {SAVED_STATE} lists no data files; save the dataset again with save_to_disk"
+        )
+    for entry in listed:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name not in by_name:
+            raise SourceError(
+                f"{source.given}: the data file {name!r} of {SAVED_STATE} is missing; fetch the folder again"
+            )
+        yield by_name[name]
+
+
+def _first_batches(source: Source) -> Iterator[Any]:
+    """Yield the batches that types are inferred from."""
+    rows = size = 0
+    for file in source.files:
+        for batch in _record_batches(file):
+            yield batch
+            rows, size = rows + batch.num_rows, size + batch.nbytes
+            if rows >= _SCAN_ROWS or size >= TASK_BYTES:
+                return
+
+
+def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], ...]:
+    """Return (rows, even share of the bytes) of each record batch of a local file.
+
+    Return nothing for a stream or a URL, which would have to be read completely.
+    """
+    if is_url(file.path) or not schema.names:
+        return ()
+    with open_ipc(file) as reader:
+        if not hasattr(reader, "num_record_batches"):
+            return ()
+    widths = [kind.bit_width if pa.types.is_primitive(kind) else 10_000 for kind in schema.types]
+    # a compressed batch is decompressed per column: read only the narrowest
+    narrow = widths.index(min(widths))
+    only = pa.ipc.IpcReadOptions(included_fields=[narrow])
+    rows = [batch.num_rows for batch in _record_batches(file, options=only)]
+    borders = [file.size * number // len(rows) for number in range(len(rows) + 1)] if rows else []
+    return tuple(zip(rows, (stop - start for start, stop in pairwise(borders)), strict=True))
+
+
+@contextmanager
+def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
+    """Open a reader of an Arrow file or stream."""
+    with open_file(file) as stream:
+        head = stream.read(len(_MAGIC))
+        is_file = head == _MAGIC
+        stream.seek(0)
+        if head.startswith(b"FEA1"):
+            raise SourceError(
+                f"{file.path}: Feather of version 1, which is not read; write it again with version 2"
+            )
+        try:
+            reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream, options=options)
+            _ = reader.schema.names  # decoded here: names may not be UTF-8
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise SourceError(
+                f"{file.path}: not a readable Arrow file ({error}); fetch or write it again"
+            ) from error
+        with reader:
+            yield reader
+
+
+def _record_batches(
+    file: SourceFile, start: int = 0, stop: int | None = None, options: Any = None
+) -> Iterator[Any]:
+    with open_ipc(file, options) as reader:
+        count = getattr(reader, "num_record_batches", None)
+        if count is not None and stop is not None:
+            count = min(count, stop)
+        number = start
+        while count is None or number < count:
+            try:
+                batch = reader.read_next_batch() if count is None else reader.get_batch(number)
+            except StopIteration:
+                return
+            # MemoryError: a damaged length may ask for any amount
+            except (pa.ArrowException, OSError, MemoryError) as error:
+                raise SourceError(
+                    f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
+                ) from error
+            yield batch
+            number += 1
