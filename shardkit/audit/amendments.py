@@ -22,7 +22,7 @@ from shardkit.dataset.lookups import check_absent, list_samples
 from shardkit.dataset.run_plans import Versions
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StateError, UsageError
 from shardkit.formats import sha256_digest
-from shardkit.ledger.amendments import (
+from shardkit.ledger.bindings import (
     AMENDMENT,
     UNDO,
     Amendment,

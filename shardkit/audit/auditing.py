@@ -32,8 +32,7 @@ from shardkit.copies.shard_checks import Level
 from shardkit.copies.verify import verify
 from shardkit.errors import NotFoundError, ShardkitError
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
-from shardkit.ledger.amendments import AMENDMENT, UNDO
-from shardkit.ledger.bindings import CHECKPOINT, CONFIGURATION, DEALT
+from shardkit.ledger.bindings import AMENDMENT, CHECKPOINT, CONFIGURATION, DEALT, UNDO
 from shardkit.ledger.decisions import DECISION
 from shardkit.ledger.events import JOURNALED
 from shardkit.ledger.ledger import StepRecords

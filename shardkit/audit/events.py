@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from shardkit.ledger import setting_differences
-from shardkit.ledger.amendments import AMENDMENT, active_amendments, is_applied
-from shardkit.ledger.bindings import CONFIGURATION, DEALT
+from shardkit.ledger.bindings import AMENDMENT, CONFIGURATION, DEALT, active_amendments, is_applied
 from shardkit.telemetry.records import json_object
 
 Event = dict[str, Any]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardkit.audit.mixtures import abandoned_plan, former_plans, has_decisions, ranges
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
-from shardkit.dataset.run_plans import Versions, recorded_plan_of
+from shardkit.dataset.run_plans import Versions, configured_plans, recorded_plan_of
 from shardkit.errors import (
     ConfigurationError,
     FormatError,
@@ -23,7 +23,6 @@ from shardkit.errors import (
     StoreError,
 )
 from shardkit.ledger import MASKED, SUBSTITUTED, step_digest
-from shardkit.ledger.bindings import configured_plans
 from shardkit.ledger.ledger import StepRecords
 from shardkit.plan import Plan, cell_digest
 from shardkit.repository.log import parse_dataset_url

@@ -14,13 +14,12 @@ import numpy as np
 
 from shardkit.audit.events import contradictions
 from shardkit.audit.result import Finding, Severity
-from shardkit.documents import encode, sha256_digest
+from shardkit.documents import convert, encode, sha256_digest
 from shardkit.errors import FormatError, NotFoundError, ShardkitError
 from shardkit.ledger import Ledger, Merge, journal_paths, merge_journals
-from shardkit.ledger.amendments import Amendment, amendment_states
-from shardkit.ledger.bindings import CONFIGURATION
+from shardkit.ledger.bindings import CONFIGURATION, Amendment, amendment_states
 from shardkit.ledger.decisions import DecisionLines
-from shardkit.ledger.events import Head, convert
+from shardkit.ledger.events import Head
 from shardkit.ledger.files import read_file
 from shardkit.ledger.journal import JournalFile, check_order
 from shardkit.ledger.ledger import (
@@ -28,13 +27,14 @@ from shardkit.ledger.ledger import (
     STEPS_MAGIC,
     LedgerState,
     StepRecords,
+    Tree,
     damaged_records,
+    leaf_hash,
     parse_events,
     parse_lines,
     parse_records,
 )
 from shardkit.ledger.losses import Leg
-from shardkit.ledger.merkle import Tree, leaf_hash
 from shardkit.plan import Plan
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
@@ -288,7 +288,7 @@ def _read_files(run: RunRecord, state: LedgerState | None) -> None:
         run.events = list(parse_events(data["events"]))
         run.heads = [document for document, _ in parse_lines(data["heads"], "ledger/heads")]
         for number, head in enumerate(run.heads, 1):
-            convert(head, Head, f"ledger/heads line {number}")
+            convert(Head, head, f"ledger/heads line {number}")
     except ShardkitError as error:
         run.add("violated", "ledger", "ledger/", str(error))
     bad = damaged_records(run.records)
@@ -482,7 +482,7 @@ def _claim(store: Store, name: str) -> CheckpointRecord:
     meta = decode_value(document["meta"])
     head, loader = meta.get("ledger"), meta.get("loader")
     if isinstance(head, dict):
-        convert(head, Head, "its head of the ledger")
+        convert(Head, head, "its head of the ledger")
     match = STEP_NAME.fullmatch(name)
     return CheckpointRecord(
         name=name,

@@ -16,10 +16,10 @@ import msgspec
 
 import shardkit
 from shardkit.audit.result import Audit
-from shardkit.documents import decoder_of, encode, parse_digest
+from shardkit.documents import convert, decoder_of, encode, parse_digest
 from shardkit.errors import ConfigurationError, FormatError, IntegrityError, MissingDependency, NotFoundError
 from shardkit.extras import install_command
-from shardkit.ledger.events import Head, Hex, convert
+from shardkit.ledger.events import Head, Hex
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -182,7 +182,7 @@ def verify_envelope(data: bytes, key: Path) -> dict[str, Any]:
         raise FormatError(
             f"signed statement: not about an audit (predicate type {PREDICATE_TYPE} is expected)"
         )
-    convert(statement, _Statement, "signed statement")
+    convert(_Statement, statement, "signed statement")
     return statement
 
 

@@ -1,4 +1,4 @@
-"""Plans of a run: its recorded amendments applied to a plan, and plans made again from their recorded history."""
+"""Plans of a run: of its configuration and its recorded amendments, and made again from their recorded history."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from shardkit.arrays import Int64s
 from shardkit.dataset.costs import costs_of
 from shardkit.dataset.samples import population_of, removed_samples
 from shardkit.errors import IntegrityError, StateError
-from shardkit.ledger.amendments import Amendment, active_amendments, read_events
+from shardkit.ledger.bindings import Amendment, active_amendments, read_events
 from shardkit.manifest import Manifest
 from shardkit.plan import Costs, Plan, Population
+from shardkit.plan.mixers import mixer_text
 from shardkit.plan.plan import plan_of
 from shardkit.plan.settings import Settings
 
@@ -77,6 +78,40 @@ class Versions(Generic[_D]):
                 f"{plan.digest[:12]}…; run: shardkit audit RUN"
             )
         return made
+
+
+def configured_plans(
+    make: Callable[..., Plan],
+    data: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    amendments: Sequence[Amendment],
+    amend: Callable[[Plan, Amendment], Plan],
+) -> list[Plan]:
+    """Return the plans of a run, in the order of the steps from which they apply.
+
+    Args:
+        make: `Dataset.plan` of the dataset.
+        data: the data section of a configuration, which asks for an initial plan and for stages.
+        recorded: settings of the initial plan that the ledger recorded.
+        amendments: amendments in force; at the same step they follow the stage.
+        amend: applies an amendment to a plan.
+    """
+    chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "cost", "balance")}
+    settings = {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
+    settings |= {name: value for name, value in chosen.items() if value}
+    plans = [make(global_batch=data["global_batch"], seed=data.get("seed", 0), **settings)]
+    if data.get("mixer"):
+        every = data["mixer_every"]
+        plans = [plans[0].mixed(mixer_text(data["mixer"], every, data.get("mixer_arguments") or {}), every)]
+    left = [one for one in amendments if not one.is_rewind]
+    for stage in data.get("stages") or ():
+        change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}
+        while left and left[0].from_step < change.get("from_step", 0):
+            plans.append(amend(plans[-1], left.pop(0)))
+        plans.append(plans[-1].amend(**change))
+    for amendment in left:
+        plans.append(amend(plans[-1], amendment))
+    return plans
 
 
 def apply_amendments(dataset: _D, plan: Plan, run: str | os.PathLike[str]) -> tuple[_D, Plan]:

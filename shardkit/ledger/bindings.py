@@ -1,25 +1,26 @@
-"""Bind claims to the ledger: checkpoint names, settings and lane owners. Return the heads stored in checkpoints.
+"""Events that a process records durably before it acts: checkpoints, settings, lane owners and amendments of the plan.
 
-A process records the event of a claim durably before it makes the claim (SPEC.md, "Events").
+SPEC.md, "Events", has the rules. `ledger_head` returns the head that a checkpoint stores.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import getpass
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
-from shardkit.errors import IntegrityError
-from shardkit.ledger.amendments import Amendment, abandoned_checkpoints
+from shardkit.errors import IntegrityError, StateError
 from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.losses import bind_losses
 from shardkit.ledger.merging import Merge, Source, merge_journals
-from shardkit.plan import Plan
-from shardkit.plan.mixers import mixer_text
 from shardkit.stores.file_operations import explained
 
 CHECKPOINT: Final = "checkpoint"
@@ -28,6 +29,12 @@ CONFIGURATION: Final = "configuration"
 """Kind of the event of a start with changed settings."""
 DEALT: Final = "dealt"
 """Kind of the event of a start whose lanes were distributed by cached data."""
+AMENDMENT: Final = "amendment"
+"""Kind of the event of a change of the plan, recorded before a start applies it."""
+UNDO: Final = "undo"
+"""Kind of the event that takes back the newest amendment before a start has applied it."""
+SWITCH: Final = "switch"
+"""Kind of the event with which a running job agrees to apply an amendment; it cannot be undone from then on."""
 
 
 def bind_checkpoint(
@@ -158,40 +165,6 @@ def recorded_plan(run: str | os.PathLike[str], digest: str) -> dict[str, Any] | 
     return None
 
 
-def configured_plans(
-    make: Callable[..., Plan],
-    data: Mapping[str, Any],
-    recorded: Mapping[str, Any],
-    amendments: Sequence[Amendment] = (),
-    amend: Callable[[Plan, Amendment], Plan] | None = None,
-) -> list[Plan]:
-    """Return the plans of a run, in the order of the steps from which they apply.
-
-    Args:
-        make: `Dataset.plan` of the dataset.
-        data: the data section of a configuration, which asks for an initial plan and for stages.
-        recorded: settings of the initial plan that the ledger recorded.
-        amendments: amendments in force; at the same step they follow the stage.
-        amend: applies an amendment to a plan.
-    """
-    chosen = {name: data.get(name) for name in ("lanes", "weights", "window_blocks", "cost", "balance")}
-    settings = {name: recorded[name] for name in ("lanes", "window_blocks") if recorded.get(name)}
-    settings |= {name: value for name, value in chosen.items() if value}
-    plans = [make(global_batch=data["global_batch"], seed=data.get("seed", 0), **settings)]
-    if data.get("mixer"):
-        every = data["mixer_every"]
-        plans = [plans[0].mixed(mixer_text(data["mixer"], every, data.get("mixer_arguments") or {}), every)]
-    left = [one for one in amendments if not one.is_rewind]
-    for stage in data.get("stages") or ():
-        change = {name: stage[name] for name in ("from_step", "global_batch", "weights") if stage.get(name)}
-        while amend is not None and left and left[0].from_step < change.get("from_step", 0):
-            plans.append(amend(plans[-1], left.pop(0)))
-        plans.append(plans[-1].amend(**change))
-    while amend is not None and left:
-        plans.append(amend(plans[-1], left.pop(0)))
-    return plans
-
-
 def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (section.key, old, new) of each differing setting. A missing key has the value None."""
     found = []
@@ -212,6 +185,244 @@ def _last(ledger: Ledger, kind: str, **values: object) -> dict[str, Any] | None:
             return event
     return None
 
+
+# ---- amendments of the plan
+
+
+@dataclass(frozen=True)
+class Amendment:
+    """A change of a run's plan.
+
+    Attributes:
+        number: number of the amendment in the run, from 0.
+        from_step: first step with the change.
+        resume_from: checkpoints of later steps that were saved before the amendment are abandoned.
+        parent: hex digest of the plan that it changes.
+        plan: hex digest of the result.
+        manifest: "sha256:…" of the version that the steps from `from_step` on read.
+        skip: step of the parent that is continued at `from_step`; None: none is skipped.
+        weights: pattern over strata → weight, as text; None: as before.
+        excluded: "sha256:…" of the list of samples that were left out; None: none.
+        author: who made it.
+        message: why.
+        time: when, in nanoseconds since 1970.
+        step: number of recorded steps at that time.
+    """
+
+    number: int
+    from_step: int
+    resume_from: int
+    parent: str
+    plan: str
+    manifest: str
+    skip: int | None
+    weights: Mapping[str, str] | None
+    excluded: str | None
+    author: str
+    message: str
+    time: int
+    step: int
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> Amendment:
+        """Return the amendment of a ledger event."""
+        return cls(**{name: event[name] for name in cls.__dataclass_fields__})
+
+    @property
+    def is_rewind(self) -> bool:
+        """True if the run goes back to a checkpoint and keeps its plan."""
+        return self.plan == self.parent
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The arguments `skip` and `weights` of `Plan.amend`."""
+        found: dict[str, Any] = {}
+        if self.skip is not None:
+            found["skip"] = (self.from_step, self.skip)
+        if self.weights is not None:
+            found["weights"] = {pattern: Fraction(weight) for pattern, weight in self.weights.items()}
+        return found
+
+    def __str__(self) -> str:
+        if self.is_rewind:
+            return f"go back to step {self.resume_from}"
+        parts = [] if self.skip is None else [f"skip {self.from_step}:{self.skip}"]
+        parts += [] if self.excluded is None else [f"exclude the list {self.excluded[:19]}…"]
+        parts += [f"weight {pattern}={weight}" for pattern, weight in (self.weights or {}).items()]
+        return f"{', '.join(parts)} from step {self.from_step}"
+
+
+def amendment_states(events: Iterable[Mapping[str, Any]]) -> list[list[Amendment]]:
+    """Return the amendments in force after each amendment and undo, in order; the first state is empty.
+
+    An amendment ends the amendments of later steps, unless it only goes back. An undo returns to the amendments before
+    the newest one.
+    """
+    states: list[list[Amendment]] = [[]]
+    before: list[list[Amendment]] = []
+    for event in events:
+        if event["kind"] == AMENDMENT:
+            one = Amendment.of(event)
+            before.append(states[-1])
+            left = [known for known in states[-1] if one.is_rewind or known.from_step <= one.from_step]
+            states.append([*left, one])
+        elif event["kind"] == UNDO and before:
+            states.append(before.pop())
+    return states
+
+
+def active_amendments(events: Iterable[Mapping[str, Any]]) -> list[Amendment]:
+    """Return the amendments in force, in the order in which they apply."""
+    return amendment_states(events)[-1]
+
+
+def is_applied(amendment: Amendment, events: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if a start has applied an amendment, or a running job has agreed to, according to the events."""
+    made = next(
+        i
+        for i, event in enumerate(events)
+        if event["kind"] == AMENDMENT and event["number"] == amendment.number
+    )
+    if any(event["kind"] == SWITCH and event["number"] == amendment.number for event in events):
+        return True
+    if amendment.is_rewind:
+        return any(event["kind"] == "start" for event in events[made:])
+    return any(event["kind"] == "plan" and event["plan"] == amendment.plan for event in events)
+
+
+def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the events of a run's ledger, none if it has no ledger.
+
+    Raises:
+        IntegrityError, FormatError: the ledger was truncated or damaged.
+    """
+    if not (Path(run) / "ledger").is_dir():
+        return []
+    return Ledger(Path(run)).event_documents()
+
+
+def abandoned_checkpoints(events: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Return the names of checkpoints of steps that an amendment in force abandoned."""
+    active = {one.number for one in active_amendments(events)}
+    steps: dict[str, int] = {}
+    found: set[str] = set()
+    for event in events:
+        if event["kind"] == "checkpoint":
+            steps[event["name"]] = event["step"]
+            found.discard(event["name"])
+        elif event["kind"] == AMENDMENT and event["number"] in active:
+            found |= {name for name, step in steps.items() if step > event["resume_from"]}
+    return found
+
+
+def bind_amendment(
+    run: str | os.PathLike[str],
+    fields: Mapping[str, Any],
+    *,
+    message: str = "",
+    author: str = "",
+    known: Sequence[Amendment] | None = None,
+) -> Amendment:
+    """Record an amendment durably; the next start applies it.
+
+    Args:
+        run: the run directory.
+        fields: from_step, resume_from, parent, plan, manifest, skip, weights and excluded, as in `Amendment`.
+        message: why.
+        author: who; by default the name of the user of this process.
+        known: amendments in force when the plan was made; None: not compared.
+
+    Raises:
+        StateError: other amendments are in force by now.
+        IntegrityError: the ledger was truncated or damaged.
+        StoreError: the ledger cannot be written.
+    """
+    with Ledger(Path(run), writing=True) as ledger:
+        Merge(ledger)
+        if known is not None and active_amendments(ledger.event_documents()) != list(known):
+            raise StateError(
+                f"{run}: another process has amended the run, or undone an amendment, in the meantime; run the "
+                "command again"
+            )
+        number = sum(event["kind"] == AMENDMENT for event in ledger.event_documents())
+        event = {"kind": AMENDMENT, **_author_fields(ledger, message, author), "number": number, **fields}
+        ledger.add_event(event)
+        ledger.commit()
+    return Amendment.of(event)
+
+
+def bind_switches(run: str | os.PathLike[str], step: int, known: Collection[int]) -> list[Amendment]:
+    """Record durably which amendments the job that trains in a run applies, and return the amendments in force.
+
+    An amendment whose first step is at most `step` can no longer be undone. If the job does not know it and has read
+    that step, it is undone.
+
+    Args:
+        run: the run directory.
+        step: first step whose samples the job does not read yet.
+        known: numbers of the amendments in the job's plan.
+    """
+    with Ledger(Path(run), writing=True) as ledger:
+        events = ledger.event_documents()
+        while active := active_amendments(events):
+            due = [one for one in active if one.from_step <= step and not is_applied(one, events)]
+            if not due:
+                break
+            event: dict[str, Any] = {"kind": SWITCH, "step": ledger.next_step, "number": due[0].number}
+            if due[0].from_step < step and due[0].number not in known:
+                message = f"recorded after step {due[0].from_step} was read"
+                event = {
+                    "kind": UNDO,
+                    **_author_fields(ledger, message, "the running job"),
+                    "number": active[-1].number,
+                }
+            ledger.add_event(event)
+            events.append(event)
+        ledger.commit()
+    return active
+
+
+def undo_amendment(run: str | os.PathLike[str], *, message: str = "", author: str = "") -> Amendment:
+    """Take back the newest amendment in force, and return it.
+
+    Raises:
+        StateError: there is none, or a start has applied it.
+    """
+    with Ledger(Path(run), writing=True) as ledger:
+        Merge(ledger)
+        events = ledger.event_documents()
+        active = active_amendments(events)
+        if not active:
+            raise StateError(f"{run}: no amendment is in force, so there is none to undo")
+        newest = active[-1]
+        if is_applied(newest, events):
+            raise StateError(
+                f"{run}: a start or the running job has applied amendment {newest.number} ({newest}), so it cannot be "
+                "undone; amend the run from a later step on"
+            )
+        ledger.add_event({"kind": UNDO, **_author_fields(ledger, message, author), "number": newest.number})
+        ledger.commit()
+    return newest
+
+
+def _author_fields(ledger: Ledger, message: str, author: str) -> dict[str, Any]:
+    return {
+        "step": ledger.next_step,
+        "message": message,
+        "author": author or _user(),
+        "time": time.time_ns(),
+    }
+
+
+def _user() -> str:
+    """Return the name of the user of this process, or its number if it has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+# ---- the head in a checkpoint
 
 KEEP_BYTES: Final = 1 << 24
 """Bytes of merged journals that are kept for looking up single cells. The oldest files beyond it are removed."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeAlias
 
-import msgspec
 from msgspec import Meta, Struct
 
-from shardkit.documents import DIGEST, decoder_of
+from shardkit.documents import DIGEST, convert
 from shardkit.errors import FormatError
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -249,7 +248,7 @@ def check_event(document: Mapping[str, Any], where: str) -> None:
         raise FormatError(
             f"{where}: {str(document.get('kind'))[:40]!r} is no kind of event; do not trust the record"
         )
-    convert(document, shape, where)
+    convert(shape, document, where)
 
 
 def journaled_event(step: int, rank: int, start: int, body: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -262,12 +261,3 @@ def journaled_event(step: int, rank: int, start: int, body: Mapping[str, Any], w
     event = {"step": step, "rank": rank, "start": start, **body}
     check_event(event, where)
     return event
-
-
-def convert(document: object, shape: Any, where: str) -> Any:
-    """Convert the document to the type `shape`. Raise FormatError if it does not fit."""
-    decoder_of(shape)
-    try:
-        return msgspec.convert(document, shape)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise FormatError(f"{where}: {error}; do not trust it") from None

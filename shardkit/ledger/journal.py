@@ -22,9 +22,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.documents import decode_plain, encode
+from shardkit.documents import convert, decode_plain, encode
 from shardkit.errors import FormatError, StoreError, UsageError
-from shardkit.ledger.events import PlanFacts, convert, journaled_event
+from shardkit.ledger.events import PlanFacts, journaled_event
 from shardkit.ledger.files import RankFile, new_rank_file, rank_files, read_file
 from shardkit.stores.file_operations import explained
 
@@ -82,7 +82,7 @@ class Journal:
         _newest[self._writer] = self._recorded = set[int]()
         self._open()
         if meta is not None:
-            convert(dict(meta), PlanFacts, "journal: how the plan is made")
+            convert(PlanFacts, dict(meta), "journal: how the plan is made")
             self._append((0, META, encode(dict(meta))))
 
     def record_step(

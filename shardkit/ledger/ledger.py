@@ -10,21 +10,20 @@ import fcntl
 import hashlib
 import os
 import struct
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import xxhash
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from shardkit.documents import decode_plain, encode, sha256_digest
+from shardkit.documents import convert, decode_plain, encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError
-from shardkit.ledger.events import check_event, convert
+from shardkit.ledger.events import Count, check_event
 from shardkit.ledger.files import open_file, read_file, replace, write
-from shardkit.ledger.merkle import Frontier, Tree, leaf_hash
 from shardkit.stores.file_operations import explained
 
 
@@ -63,44 +62,45 @@ class Ledger:
 
     def records(self) -> StepRecords:
         """Return all records in file order, including abandoned branches."""
-        data = self._read_committed("steps", len(STEPS_MAGIC) + RECORD_BYTES * self._committed_records)
+        size = len(STEPS_MAGIC) + RECORD_BYTES * self._committed_records
+        data = read_file(self.directory / "steps", _MAX_FILE, size=size) or b""
         new = np.frombuffer(bytes(self._new_steps), dtype=RECORD)
         return np.concatenate([parse_records(data), new])
 
     def branch_records(self) -> StepRecords:
         """Return the records that are leaves of the tree of steps, in order."""
-        records, parts = self.records(), []
-        starts = self.state.branch
-        if len(starts) == 1 and starts[0][1] == 0 and len(records) == self.steps.size:
-            return records
-        for place, (step, at) in enumerate(starts):
-            until = starts[place + 1][0] if place + 1 < len(starts) else self.next_step
-            parts.append(records[at : at + until - step])
-        return np.concatenate(parts) if parts else records[:0]
+        records, starts = self.records(), self.state.branch
+        ends = [*(step for step, _ in starts[1:]), self.next_step][: len(starts)]
+        parts = [records[at : at + end - step] for (step, at), end in zip(starts, ends, strict=True)]
+        return parts[0] if len(parts) == 1 else np.concatenate([records[:0], *parts])
 
     def event_documents(self) -> list[dict[str, Any]]:
         """Return all events in order, validated by kind."""
-        data = self._read_committed("events", self.state.events_bytes) + bytes(self._new_events)
-        return list(parse_events(data))
+        data = read_file(self.directory / "events", _MAX_FILE, size=self.state.events_bytes) or b""
+        return list(parse_events(data + self._new_events))
 
     def digest_of(self, step: int) -> bytes:
         """Return the digest of a step of the current branch."""
-        for first, at in reversed(self.state.branch):
-            if first <= step < self.next_step:
-                return self._record(at + step - first)
-        raise IndexError(step)
+        first, at = next(pair for pair in reversed(self.state.branch) if pair[0] <= step)
+        place = (at + step - first) * RECORD_BYTES + 16
+        new = place - self._committed_records * RECORD_BYTES
+        if new >= 0:
+            return bytes(self._new_steps[new : new + 32])
+        with explained(f"read {self.directory}"), open_file(self.directory / "steps") as descriptor:
+            return os.pread(descriptor, 32, len(STEPS_MAGIC) + place)
 
     def head(self, step: int | None = None) -> dict[str, Any]:
         """Return the heads of both trees. If `step` is given, the tree of steps is cut to the steps before it."""
-        size, root = self.steps.size, None
-        if step is not None and step < self.next_step:
-            size = max(0, step - self.state.first)
-            root = Tree(leaf_hash(one["digest"].tobytes()) for one in self.branch_records()[:size]).root()
-        root = self.steps.root() if root is None else root
+        steps = self.steps if step is None or step >= self.next_step else self._steps_before(step)
         return {
-            "steps": {"first": self.state.first, "size": size, "root": root.hex()},
+            "steps": {"first": self.state.first, "size": steps.size, "root": steps.root().hex()},
             "events": {"size": self.events.size, "root": self.events.root().hex()},
         }
+
+    def _steps_before(self, step: int) -> Frontier:
+        """Return the frontier of the steps of the branch before a step."""
+        records = self.branch_records()[: max(0, step - self.state.first)]
+        return Tree(leaf_hash(one["digest"].tobytes()) for one in records).frontier()
 
     # ---- appending
 
@@ -108,7 +108,7 @@ class Ledger:
         """Append a step record. `step` must be `next_step` unless the tree is empty."""
         state = self.state
         if not self.steps.size:
-            state.first, state.branch = step, [[step, state.records]]
+            state.first, state.branch = step, [(step, state.records)]
         record, state.check = encode_record(step, rows, plan, digest, state.check)
         self._new_steps += record
         state.records += 1
@@ -116,12 +116,9 @@ class Ledger:
 
     def fork(self, step: int) -> None:
         """Start a new branch at `step`. Records of the abandoned branch stay in the file."""
-        state = self.state
-        size = max(0, step - state.first)
-        leaves = (leaf_hash(one["digest"].tobytes()) for one in self.branch_records()[:size])
-        self.steps = Tree(leaves).frontier()
+        state, self.steps = self.state, self._steps_before(step)
         state.branch = [pair for pair in state.branch if pair[0] < step]
-        state.branch.append([step, state.records])
+        state.branch.append((step, state.records))
 
     def add_event(self, document: dict[str, Any]) -> None:
         check_event(document, "ledger/events")
@@ -134,22 +131,22 @@ class Ledger:
         state = self.state
         state.size, state.peaks = self.steps.size, [peak.hex() for peak in self.steps.peaks]
         state.events, state.events_peaks = self.events.size, [peak.hex() for peak in self.events.peaks]
-        if not (self._new_steps or self._new_events):
-            if read_file(self.directory / "state.json", _MAX_STATE) != state.to_bytes():
-                with explained(f"write {self.directory}", writing=True):
-                    replace(self.directory / "state.json", state.to_bytes())
+        head = b""
+        if self._new_steps or self._new_events:
+            head, state.heads_check = encode_line(
+                {**self.head(), "records": state.records}, state.heads_check
+            )
+        elif read_file(self.directory / "state.json", _MAX_STATE) == state.to_bytes():
             return
-        head, state.heads_check = encode_line({**self.head(), "records": state.records}, state.heads_check)
-        steps = bytes(self._new_steps) if self._committed_records else STEPS_MAGIC + bytes(self._new_steps)
+        begin = STEPS_MAGIC if self._new_steps and not self._committed_records else b""
         with explained(f"write {self.directory}", writing=True):
-            appended = {
-                "steps": steps if self._new_steps else b"",
-                "events": bytes(self._new_events),
-                "heads": head,
-            }
-            for name, data in appended.items():
+            for name, data in (
+                ("steps", begin + self._new_steps),
+                ("events", self._new_events),
+                ("heads", head),
+            ):
                 if data:
-                    write(self.directory / name, data, os.O_APPEND)
+                    write(self.directory / name, bytes(data), os.O_APPEND)
             state.events_bytes += len(self._new_events)
             state.heads_bytes += len(head)
             replace(self.directory / "state.json", state.to_bytes())
@@ -165,9 +162,7 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- files
@@ -212,16 +207,6 @@ class Ledger:
             if found > size and writing:  # appended by an interrupted commit
                 with explained(f"write {path}", writing=True):
                     os.truncate(path, size)
-
-    def _read_committed(self, name: str, size: int) -> bytes:
-        return read_file(self.directory / name, _MAX_FILE, size=size) or b""
-
-    def _record(self, index: int) -> bytes:
-        at = (index - self._committed_records) * RECORD_BYTES + 16
-        if at >= 0:
-            return bytes(self._new_steps[at : at + 32])
-        with explained(f"read {self.directory}"), open_file(self.directory / "steps") as descriptor:
-            return os.pread(descriptor, 32, len(STEPS_MAGIC) + index * RECORD_BYTES + 16)
 
 
 STEPS_MAGIC: Final = b"shardkit steps 1\n".ljust(24, b"\0")
@@ -324,8 +309,7 @@ def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
         yield document
 
 
-@dataclass
-class StartState:
+class StartState(Struct):
     """The newest start of the run.
 
     Attributes:
@@ -339,16 +323,15 @@ class StartState:
     """
 
     number: int = -1
-    shape: list[str | int] = field(default_factory=list)
+    shape: list[str | int] = []
     lanes: int = 0
-    members: list[list[int]] = field(default_factory=list)
+    members: list[list[int]] = []
     told: int = -1
-    owners: list[Any] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
+    owners: list[Any] = []
+    reached: list[int] = []
 
 
-@dataclass
-class LedgerState:
+class LedgerState(Struct):
     """Contents of `state.json`: the committed sizes, and the position of the next merge in each journal.
 
     Attributes:
@@ -356,7 +339,7 @@ class LedgerState:
         check: checksum of the last step record.
         first: step of the first leaf.
         size: number of leaves of the tree of steps.
-        branch: [step, record] pairs; in the current branch, the steps from `step` on are stored from `record` on.
+        branch: (step, record) pairs; in the current branch, the steps from `step` on are stored from `record` on.
         peaks: peaks of the tree of steps, in hex.
         events: number of events.
         events_bytes: committed bytes of `events`.
@@ -370,37 +353,31 @@ class LedgerState:
         start: the newest start of the run.
     """
 
-    records: int = 0
+    records: Count = 0
     check: int = 0
-    first: int = 0
-    size: int = 0
-    branch: list[list[int]] = field(default_factory=list)
-    peaks: list[str] = field(default_factory=list)
-    events: int = 0
-    events_bytes: int = 0
+    first: Count = 0
+    size: Count = 0
+    branch: list[tuple[Count, Count]] = []
+    peaks: list[str] = []
+    events: Count = 0
+    events_bytes: Count = 0
     events_check: int = 0
-    events_peaks: list[str] = field(default_factory=list)
-    heads_bytes: int = 0
+    events_peaks: list[str] = []
+    heads_bytes: Count = 0
     heads_check: int = 0
-    plans: list[list[str]] = field(default_factory=list)
-    journals: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
-    start: StartState = field(default_factory=StartState)
+    plans: list[list[str]] = []
+    journals: dict[str, tuple[int, int, int, int]] = {}
+    start: StartState = msgspec.field(default_factory=StartState)
 
     def frontiers(self) -> tuple[Frontier, Frontier]:
         """Return the frontiers of the trees of steps and events."""
-        try:
-            return (
-                Frontier(self.size, map(bytes.fromhex, self.peaks)),
-                Frontier(self.events, map(bytes.fromhex, self.events_peaks)),
-            )
-        except ValueError as error:
-            raise IntegrityError(
-                f"ledger/state.json contradicts itself: {error}; restore it from a copy"
-            ) from None
+        steps, events = (map(bytes.fromhex, peaks) for peaks in (self.peaks, self.events_peaks))
+        return Frontier(self.size, steps), Frontier(self.events, events)
 
     def to_bytes(self) -> bytes:
         """Encode as canonical JSON with its digest. Checksums are hex text, since they may exceed int64."""
-        body = {name: _as_text(name, value) for name, value in asdict(self).items()}
+        body = msgspec.to_builtins(self)
+        body |= {name: f"{value:016x}" for name, value in body.items() if name.endswith("check")}
         body["journals"] = {
             name: [at, f"{check:016x}", *rest] for name, (at, check, *rest) in self.journals.items()
         }
@@ -419,28 +396,104 @@ class LedgerState:
             journals = {
                 name: [at, int(check, 16), *rest] for name, (at, check, *rest) in body["journals"].items()
             }
-            state: LedgerState = convert(body | numbers | {"journals": journals}, cls, "its contents")
-            state.check_numbers()
+            state = convert(cls, body | numbers | {"journals": journals}, "its contents")
+            state.check_branch()
+            state.frontiers()
         except (FormatError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(f"ledger/state.json is damaged: {error}; restore it from a copy") from error
         return state
 
-    def check_numbers(self) -> None:
-        """Raise ValueError if the numbers are out of range or contradict each other."""
-        numbers = (self.records, self.first, self.size, self.events, self.events_bytes, self.heads_bytes)
+    def check_branch(self) -> None:
+        """Raise ValueError if the branch contradicts the other numbers."""
         starts = [step for step, _ in self.branch]
-        places = [record for _, record in self.branch]
-        is_branch = starts[:1] == [self.first] or not self.size
-        if min(numbers) < 0 or max(numbers) >= 1 << 62 or not is_branch:
-            raise ValueError("it holds impossible numbers")
+        if self.size and starts[:1] != [self.first]:
+            raise ValueError("its branch does not begin at its first step")
         ends = [*starts[1:], self.first + self.size][: len(starts)]
-        parts = zip(starts, ends, places, strict=True)
-        if (
-            any(not 0 <= end - step <= self.records - record for step, end, record in parts)
-            or min([0, *places]) < 0
-        ):
-            raise ValueError("its branch is not in the records")
+        for (step, record), end in zip(self.branch, ends, strict=True):
+            if not 0 <= end - step <= self.records - record:
+                raise ValueError("its branch is not in the records")
 
 
-def _as_text(name: str, value: Any) -> Any:
-    return f"{value:016x}" if name.endswith("check") else value
+# ---- Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that other libraries can verify their proofs
+
+HASH_BYTES = 32
+
+EMPTY_ROOT = hashlib.sha256(b"").digest()
+"""Root of a tree without leaves."""
+
+
+def leaf_hash(entry: bytes) -> bytes:
+    """Return the hash of a leaf. The prefix prevents a leaf from being presented as an inner node."""
+    return hashlib.sha256(b"\0" + entry).digest()
+
+
+def node_hash(left: bytes, right: bytes) -> bytes:
+    """Return the hash of the parent of two subtrees."""
+    return hashlib.sha256(b"\1" + left + right).digest()
+
+
+class Frontier:
+    """The right edge of a tree, sufficient to append leaves and compute the root.
+
+    Args:
+        size: number of leaves.
+        peaks: hashes of the complete subtrees, the largest first: one per set bit of `size`.
+
+    Raises:
+        ValueError: the number of peaks does not fit the size.
+    """
+
+    def __init__(self, size: int = 0, peaks: Iterable[bytes] = ()) -> None:
+        self.size, self.peaks = size, list(peaks)
+        if len(self.peaks) != size.bit_count():
+            raise ValueError(f"{len(self.peaks)} peaks for {size} leaves, expected {size.bit_count()}")
+
+    def append(self, leaf: bytes) -> None:
+        """Append a leaf, given its `leaf_hash`. Amortised cost: at most one hash."""
+        node, rest = leaf, self.size
+        while rest & 1:
+            node = node_hash(self.peaks.pop(), node)
+            rest >>= 1
+        self.peaks.append(node)
+        self.size += 1
+
+    def root(self) -> bytes:
+        if not self.peaks:
+            return EMPTY_ROOT
+        node = self.peaks[-1]
+        for peak in reversed(self.peaks[:-1]):
+            node = node_hash(peak, node)
+        return node
+
+
+class Tree:
+    """A whole tree in memory, 64 bytes per leaf, with the roots of all its sizes."""
+
+    def __init__(self, leaves: Iterable[bytes] = ()) -> None:
+        sha256 = hashlib.sha256
+        # level h: hashes of the complete subtrees of 2**h leaves
+        self._levels = [b"".join(leaves)]
+        while len(below := self._levels[-1]) >= 2 * HASH_BYTES:
+            ends = range(2 * HASH_BYTES, len(below) + 1, 2 * HASH_BYTES)
+            level = (sha256(b"\1" + below[end - 2 * HASH_BYTES : end]).digest() for end in ends)
+            self._levels.append(b"".join(level))
+
+    def __len__(self) -> int:
+        return len(self._levels[0]) // HASH_BYTES
+
+    def root(self, size: int | None = None) -> bytes:
+        """Return the root of the first `size` leaves, by default of all."""
+        return self.frontier(size).root()
+
+    def frontier(self, size: int | None = None) -> Frontier:
+        """Return the frontier of the first `size` leaves, by default of all."""
+        size = len(self) if size is None else size
+        if not 0 <= size <= len(self):
+            raise ValueError(f"size {size}: the tree has {len(self)} leaves")
+        peaks, first = [], 0
+        for height in reversed(range(size.bit_length())):
+            if size >> height & 1:
+                at = (first >> height) * HASH_BYTES
+                peaks.append(self._levels[height][at : at + HASH_BYTES])
+                first += 1 << height
+        return Frontier(size, peaks)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from shardkit.documents import convert
 from shardkit.errors import FormatError
-from shardkit.ledger.events import PlanFacts, convert, journaled_event
+from shardkit.ledger.events import PlanFacts, journaled_event
 from shardkit.ledger.journal import (
     EVENT,
     META,
@@ -291,7 +292,7 @@ class Merge:
             header = source.header
             if entry.kind == META:
                 facts = entry.document()
-                convert(facts, PlanFacts, f"journal/{source.name}")
+                convert(PlanFacts, facts, f"journal/{source.name}")
                 self._know_plan(header.manifest, header.plan, header.lanes, entry.step, facts)
                 continue
             self._tell_start(number, entry.step, header)

@@ -24,8 +24,7 @@ from shardkit.documents import decode_plain, encode, sha256_digest
 from shardkit.errors import NotFoundError
 from shardkit.ledger import Ledger
 from shardkit.ledger.events import BOUND, JOURNALED, MERGED, READS
-from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_line, parse_lines
-from shardkit.ledger.merkle import Tree, leaf_hash
+from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, Tree, encode_line, leaf_hash, parse_lines
 from shardkit.stores.store import object_name
 from shardkit.torch.checkpoint_format import decode_value, encode_value
 from shardkit_trainer import load_configuration

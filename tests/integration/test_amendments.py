@@ -13,7 +13,7 @@ import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import IntegrityError, StateError
 from shardkit.ledger import Ledger
-from shardkit.ledger.amendments import active_amendments, read_events
+from shardkit.ledger.bindings import active_amendments, read_events
 from shardkit.plan import Temperature
 from tests.command_line import call, output_of
 from tests.numbered_rows import write_rows

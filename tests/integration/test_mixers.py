@@ -21,8 +21,7 @@ from shardkit.audit import audit_run, find_plans, load_run, mixtures, uses_of
 from shardkit.documents import encode
 from shardkit.errors import ConfigurationError, PlanError, RunError, ShardkitError, StateError, UsageError
 from shardkit.ledger import Ledger, ledger_head
-from shardkit.ledger.ledger import encode_line, parse_lines
-from shardkit.ledger.merkle import Tree, leaf_hash
+from shardkit.ledger.ledger import Tree, encode_line, leaf_hash, parse_lines
 from shardkit.plan import ADO, FunctionMixer, Mixer, Temperature
 from shardkit.plan.plan import plan_of
 

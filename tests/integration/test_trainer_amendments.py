@@ -18,12 +18,12 @@ import shardkit
 from shardkit.audit import audit_run, find_plans, load_run
 from shardkit.audit.amendments import ChangeRequest, amend_run
 from shardkit.errors import ConfigurationError, StateError
-from shardkit.ledger.amendments import active_amendments, bind_amendment, read_events, undo_amendment
+from shardkit.ledger.bindings import active_amendments, bind_amendment, read_events, undo_amendment
 from shardkit.ledger.losses import read_losses
 from shardkit.telemetry.records import read_documents
 from shardkit.torch import checkpoint_names
 from shardkit_trainer import load_configuration
-from shardkit_trainer.signals import RESTART
+from shardkit_trainer.distributed import RESTART
 from shardkit_trainer.training import Summary, train
 from tests.command_line import call, output_of
 from tests.integration.forked import OUTPUT, Forked, become_rank, start_ranks

@@ -18,7 +18,7 @@ from shardkit.errors import IntegrityError
 from shardkit.ledger import Journal, Ledger, ledger_head, merge_journals, step_digest
 from shardkit.ledger import bindings as heads_module
 from shardkit.ledger import journal as journal_module
-from shardkit.ledger.merkle import Tree, leaf_hash
+from shardkit.ledger.ledger import Tree, leaf_hash
 from tests.journal_cells import record_cells
 
 MANIFEST = "sha256:" + "ab" * 32

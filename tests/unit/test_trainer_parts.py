@@ -28,10 +28,10 @@ from shardkit.exit_codes import ExitCode
 from shardkit_trainer import launch, load_configuration
 from shardkit_trainer.agent import Agent, own_place
 from shardkit_trainer.configuration import LogConfig, OptimizerConfig, ScheduleConfig
+from shardkit_trainer.data import CellsAhead
+from shardkit_trainer.distributed import LAUNCHER, RESTART, StopRequest
 from shardkit_trainer.reporting import StageMeter
-from shardkit_trainer.signals import LAUNCHER, RESTART, StopRequest
 from shardkit_trainer.strategy import synchronise_norms
-from shardkit_trainer.training import CellsAhead
 
 # ---- Settings of a run: defaults, TOML, overrides, and what is refused
 

@@ -12,7 +12,6 @@ def main(arguments: list[str]) -> int:
     from shardkit.exit_codes import ExitCode, exit_code
 
     from .configuration import load_configuration
-    from .signals import RESTART
 
     option = "--allow-changes="
     allowed = [
@@ -26,6 +25,7 @@ def main(arguments: list[str]) -> int:
         return ExitCode.USAGE
     try:
         config = load_configuration(files[0] if files else None, overrides)
+        from .distributed import RESTART
         from .training import train
 
         summary = train(config, allow_changes=allowed)

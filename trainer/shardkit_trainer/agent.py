@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from shardkit.errors import RunError
 from shardkit.exit_codes import ExitCode
 
-from .signals import LAUNCHER, RESTART, on_stop_signals
+from .distributed import LAUNCHER, RESTART, on_stop_signals
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable of gloo: the network interface through which ranks reach each other."""

@@ -8,20 +8,21 @@ its meaning is in the comment on the same line. An unknown key, a wrong type and
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import json
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from shardkit.errors import ConfigurationError, PlanError
 from shardkit.plan.mixers import mixer_text
-from shardkit.ranges import Range, parse_size
+from shardkit.ranges import Range, parse_size, shown
 from shardkit.telemetry import TelemetrySettings
 from shardkit.telemetry.pages import parse_listen
-
-from .sections import Section, build, expect, one_of
 
 Steps = Annotated[int, Range(0, 10**12)]
 SomeSteps = Annotated[int, Range(1, 10**12)]
@@ -35,11 +36,31 @@ Share = Annotated[float, Range(0, 1, below=True)]
 Reduction = Literal["fp32", "bf16", "int8", "powersgd", "topk"]
 
 
-@dataclass(kw_only=True)
-class RunConfig(Section):
-    """[run]: run directory, length, seed and device."""
+def expect(*rules: tuple[bool, str]) -> None:
+    """Raise `ConfigurationError` for the first (holds, message) rule that does not hold."""
+    for holds, message in rules:
+        if not holds:
+            raise ConfigurationError(message)
 
-    SECTION = "run"
+
+class Section:
+    """Base of all sections; refuses numbers out of range, in TOML and in Python alike."""
+
+    _section = ""  # name in the file
+
+    def __init_subclass__(cls, *, section: str) -> None:
+        cls._section = section
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            if get_origin(hint) is Annotated:
+                kind, allowed = get_args(hint)
+                setattr(self, name, allowed.check(f"{self._section}.{name}", getattr(self, name), kind))
+
+
+@dataclass(kw_only=True)
+class RunConfig(Section, section="run"):
+    """[run]: run directory, length, seed and device."""
 
     directory: str = ""  # the run directory; made if missing, otherwise the run in it is resumed
     steps: Steps = 0  # optimizer steps over the whole run; 0: `epochs` decides
@@ -49,10 +70,8 @@ class RunConfig(Section):
 
 
 @dataclass(kw_only=True)
-class StageConfig(Section):
+class StageConfig(Section, section="data.stages[]"):
     """[[data.stages]]: changes from a step on. They amend the plan, so each stratum continues at its next row."""
-
-    SECTION = "data.stages[]"
 
     from_step: SomeSteps = 0  # the first step of the stage
     global_batch: Samples = 0  # 0: as before
@@ -65,10 +84,8 @@ class StageConfig(Section):
 
 
 @dataclass(kw_only=True)
-class DataConfig(Section):
+class DataConfig(Section, section="data"):
     """[data]: the dataset, its plan and the node's cache."""
-
-    SECTION = "data"
 
     dataset: str = ""  # path or URL, with @ref or @sha256:…, as in shardkit.open
     parts: dict[str, str] = field(default_factory=dict)  # name → dataset, opened as one, instead of `dataset`
@@ -126,10 +143,8 @@ class DataConfig(Section):
 
 
 @dataclass(kw_only=True)
-class ModelConfig(Section):
+class ModelConfig(Section, section="model"):
     """[model]: a built-in model, or your own factory."""
-
-    SECTION = "model"
 
     kind: str = "gpt"  # gpt, classifier, or package.module:factory
     field: str = ""  # the input field; empty: the only suitable field
@@ -158,10 +173,8 @@ class ModelConfig(Section):
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, section="optimizer"):
     """[optimizer]: AdamW or SGD, and clipping of the gradient."""
-
-    SECTION = "optimizer"
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: Annotated[float, Range(0, 1000, above=True)] = 1e-3  # peak rate, at `reference_batch` samples
@@ -183,10 +196,8 @@ class OptimizerConfig(Section):
 
 
 @dataclass(kw_only=True)
-class ScheduleConfig(Section):
+class ScheduleConfig(Section, section="schedule"):
     """[schedule]: the learning rate as a pure function of the step."""
-
-    SECTION = "schedule"
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"  # wsd: warm-up, stable, decay
     warmup: Steps = 0  # steps of linear warm-up to the peak
@@ -195,10 +206,8 @@ class ScheduleConfig(Section):
 
 
 @dataclass(kw_only=True)
-class ParallelConfig(Section):
+class ParallelConfig(Section, section="parallel"):
     """[parallel]: how ranks share the work."""
-
-    SECTION = "parallel"
 
     strategy: Literal["ddp", "zero1", "zero2", "zero3"] = "ddp"  # memory per rank: trainer SPEC.md §3
     shard_ranks: Size = 0  # zero2, zero3: ranks per copy, such as the ranks of a node (HSDP); 0: all
@@ -241,10 +250,8 @@ class ParallelConfig(Section):
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, section="checkpoint"):
     """[checkpoint]: intervals, retention and replicas."""
-
-    SECTION = "checkpoint"
 
     every: SomeSteps = 100  # steps between saves; the last step is always saved
     keep: Size = 3  # number of newest checkpoints to keep; 0: all
@@ -254,10 +261,8 @@ class CheckpointConfig(Section):
 
 
 @dataclass(kw_only=True)
-class EvaluationConfig(Section):
+class EvaluationConfig(Section, section="evaluation"):
     """[evaluation]: a pass over every sample of another dataset or ref, exactly once on any world size."""
-
-    SECTION = "evaluation"
 
     dataset: str = ""  # path or URL, as for data.dataset; empty: no evaluation
     every: Steps = 0  # steps between evaluations; 0: at the end only
@@ -265,10 +270,8 @@ class EvaluationConfig(Section):
 
 
 @dataclass(kw_only=True)
-class LogConfig(Section):
+class LogConfig(Section, section="log"):
     """[log]: console, metrics, profiling, costs and telemetry."""
-
-    SECTION = "log"
 
     every: SomeSteps = 10  # steps between lines on the console; metrics have every step
     sample_losses: bool = False  # keep the loss of every sample, for shardkit audit spikes
@@ -369,3 +372,124 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         raw = raw.setdefault(section, {})
         expect((isinstance(raw, dict), f"override {override!r}: {section} is a value, not a section"))
     raw[key] = value
+
+
+# ---- from raw values to sections
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    """Return ``value`` if it is one of ``allowed``, otherwise raise `ConfigurationError`."""
+    if value not in allowed:
+        near = difflib.get_close_matches(value, allowed, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigurationError(f"{name} = {shown(value)}: expected one of {', '.join(allowed)}{hint}")
+    return value
+
+
+def build(kind: type[Any], raw: Mapping[str, Any], prefix: str = "", whole: type[Any] | None = None) -> Any:
+    """Build a section from raw values.
+
+    Args:
+        kind: dataclass of the section, or of the whole configuration.
+        raw: values by key, as TOML or JSON gives them.
+        prefix: path of the section in messages, such as ``data.``.
+        whole: configuration from which messages suggest the nearest known key; None: ``kind``.
+
+    Raises:
+        ConfigurationError: an unknown key, a wrong type or a value out of range.
+    """
+    whole = whole or kind
+    known = get_type_hints(kind, include_extras=True)
+    arguments = {}
+    for key, value in raw.items():
+        if key not in known:
+            raise ConfigurationError(f"unknown key {prefix}{key}{_nearest(whole, key, prefix)}")
+        arguments[key] = _convert(known[key], value, prefix + key, whole)
+    return kind(**arguments)
+
+
+def _nearest(whole: type[Any], key: str, prefix: str) -> str:
+    sections = get_type_hints(whole)
+    everything = [f"{name}.{leaf}" for name, kind in sections.items() for leaf in get_type_hints(kind)]
+    everything += sections
+    same_leaf = [name for name in everything if name.rpartition(".")[2] == key]
+    found = same_leaf or difflib.get_close_matches(prefix + key, everything, n=1, cutoff=0.5)
+    return f"; nearest known key: {found[0]}" if found else f"; known: {', '.join(sorted(everything))}"
+
+
+def _convert(hint: Any, value: Any, name: str, whole: type[Any]) -> Any:
+    """Return ``value`` converted to a key's type, recursively."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return one_of(name, _to_type(str, value, name), inner)
+    if origin is Annotated:
+        return inner[1].check(name, value, inner[0])
+    if origin is dict:
+        table = _to_type(dict, value, name, "a table")
+        if inner[1] is Any:
+            return dict(table)
+        return {k: _convert(inner[1], v, f"{name}.{k}", whole) for k, v in table.items()}
+    if origin is list:
+        items = _to_type(list, value, name, "a list")
+        return [_convert(inner[0], one, f"{name}[{i}]", whole) for i, one in enumerate(items)]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return build(hint, _to_type(dict, value, name, f"a section [{name}]"), name + ".", whole)
+    return _to_type(hint, value, name)
+
+
+def _to_type(kind: type[Any], value: Any, name: str, expected: str = "") -> Any:
+    if type(value) is not kind:  # not isinstance: True is not an integer here
+        what = expected or kind.__name__
+        raise ConfigurationError(f"{name} = {shown(value)}: expected {what}, got {type(value).__name__}")
+    return value
+
+
+# ---- documentation
+
+
+def describe(kind: type[Any], prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """Return (key, default, allowed values, meaning) of every key, from the fields and the comments next to them."""
+    rows = []
+    hints, meanings = get_type_hints(kind, include_extras=True), _meanings(kind)
+    for one in dataclasses.fields(kind):
+        hint, name = hints[one.name], prefix + one.name
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            rows += describe(hint, f"{name}.")
+            continue
+        default: Any = one.default
+        if one.default_factory is not dataclasses.MISSING:
+            default = one.default_factory()
+        rows.append((name, _default_text(default), _type_text(hint), meanings.get(one.name, "")))
+        if get_origin(hint) is list and dataclasses.is_dataclass(get_args(hint)[0]):
+            rows += describe(get_args(hint)[0], f"{name}[].")
+    return rows
+
+
+def _type_text(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(inner)
+    if origin is Annotated:
+        return str(inner[1].text(inner[0]))
+    if origin is dict:
+        return "a table" if inner[1] is Any else f"a table, each {_type_text(inner[1])}"
+    if origin is list and dataclasses.is_dataclass(inner[0]):
+        return "a list of sections"
+    if origin is list:
+        return f"a list, each {_type_text(inner[0])}"
+    return {str: "text", bool: "true or false"}[hint]
+
+
+def _default_text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value in ("", {}, []) else str(value)
+
+
+def _meanings(kind: type[Any]) -> dict[str, str]:
+    """Return the comment next to each field; empty if the sources are not installed."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return {}
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardkit.documents import sha256_digest
 from shardkit.errors import ConfigurationError, IntegrityError, RunError, StateError
@@ -26,8 +26,10 @@ from shardkit.stores.store import Store
 from shardkit.telemetry.recorder import EventLog
 from shardkit.telemetry.records import json_object, read_documents
 
-from .configuration import Configuration
-from .sections import expect
+from .configuration import Configuration, expect
+
+if TYPE_CHECKING:
+    from .distributed import World
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
@@ -209,6 +211,26 @@ def record_changes(directory: RunDirectory, config: Configuration, changes: Sequ
         changed=[(one.key, one.old, one.new) for one in changes],
         allowed=[one.key for one in changes if one.guarded],
     )  # fmt: skip
+
+
+def check_same(config: Configuration, world: World) -> None:
+    """Refuse ranks that were started with other settings or software than rank 0; collective."""
+    if world.size == 1:
+        return
+    names = ("shardkit", "torch", *(["cpu"] if config.parallel.exact != "off" else []))
+    versions = {name: version for name, version in software().items() if name in names}
+    first, *others = world.exchange({**config.to_json(), "software": versions})
+    for rank, other in enumerate(others, 1):
+        differing = [
+            f"{key} = {theirs!r} (rank 0: {mine!r})"
+            for key, mine, theirs in setting_differences(first, other)
+            if key not in OF_A_MACHINE
+        ]
+        if differing:
+            raise RunError(
+                f"rank {rank} was started with {'; '.join(differing)}; start all machines with the same settings and"
+                f" software; they may differ in {', '.join(sorted(OF_A_MACHINE))}"
+            )
 
 
 def _free(config: Configuration) -> set[str]:

@@ -30,10 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.torch import FlatSlice
 
-from .configuration import Configuration
+from .configuration import Configuration, expect
 from .distributed import World, all_gather_single, reduce_scatter_single
 from .reductions import Compression, ExactSum
-from .sections import expect
 from .strategy import FlatLayout, LocalOptimizer, OwnedTensor, Strategy, local_part
 from .tasks import Inputs, Task
 

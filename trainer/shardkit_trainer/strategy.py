@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from .configuration import Configuration, OptimizerConfig, ScheduleConfig
+from .configuration import Configuration, OptimizerConfig, ScheduleConfig, expect
 from .distributed import World
-from .sections import expect
 from .tasks import Inputs, Task, concatenate
 
 ALIGNMENT = 64

@@ -27,8 +27,7 @@ from shardkit.function_names import load_named
 from shardkit.loader.packed_rows import BOUNDARIES, documents_of
 from shardkit.plan.permutation import derive
 
-from .configuration import ModelConfig
-from .sections import expect
+from .configuration import ModelConfig, expect
 
 _CONTEXT = 128  # default positions for rows of various lengths
 IGNORED = -100  # target value that the loss ignores; torch's own default

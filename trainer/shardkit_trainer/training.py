@@ -1,49 +1,38 @@
-"""A run on one rank: open, resume, take steps, evaluate and save.
+"""A run on one rank: open, resume, take steps, evaluate and save; and the parts of a step (SPEC.md §1).
 
 A step is a function of (configuration, step), so a run that is killed and resumed on any number of ranks takes the same
-steps. `RunData` and `CellsAhead`, which read the data, are at the end.
+steps.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import math
 import time
-from bisect import bisect_right
-from collections.abc import Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed import DistError
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import FSDPModule
 
 import shardkit
-from shardkit.dataset.run_plans import Versions
-from shardkit.errors import ConfigurationError, RunError
-from shardkit.function_names import load_named
-from shardkit.ledger import ledger_head, recorded_plan, setting_differences
-from shardkit.ledger.amendments import Amendment, abandoned_checkpoints, active_amendments, read_events
-from shardkit.ledger.bindings import configured_plans
-from shardkit.loader import Rebalancing
-from shardkit.plan import FunctionMixer, Mixer, Plan
-from shardkit.plan.mixers import find_mixer, mixer_text
-from shardkit.repository.log import parse_dataset_url
+from shardkit.errors import NotFoundError, PlanError, RunError
+from shardkit.ledger import ledger_head
+from shardkit.loader import Batch
 
-from .amendments import AmendmentWatch
 from .checkpoints import Checkpointer
-from .configuration import Configuration, DataConfig
-from .distributed import World, join_world, leave_world
+from .configuration import Configuration
+from .data import CellsAhead, RunData
+from .distributed import StopRequest, World, join_world, leave_world, on_stop_signals
 from .reporting import Cost, Efficiency, Reporter, StageMeter, profiler
-from .run_directory import OF_A_MACHINE, RunDirectory, SettingChange, check_changes, record_changes, software
-from .signals import StopRequest, on_stop_signals
-from .steps import Stepper, StepResult, evaluate
+from .run_directory import RunDirectory, SettingChange, check_changes, check_same, record_changes
 from .strategies import make_strategy
-from .strategy import Strategy
-from .tasks import Task, make_task
+from .strategy import LOSS_BITS, Strategy, learning_rate
+from .tasks import Inputs, Task, make_task, mix
 
 
 @dataclass
@@ -98,6 +87,7 @@ class _Run:
     """The parts of a run on one rank, made by `open` and released by `close`."""
 
     directory: RunDirectory
+    data: RunData
     reporter: Reporter
     profile: torch.profiler.profile | None
     strategy: Strategy
@@ -112,7 +102,6 @@ class _Run:
         self.config, self.world, self.stop, self.allow_changes = config, world, stop, allow_changes
         self.step = 0
         self.summary = Summary(0, finished=False)
-        self.data: RunData | None = None
         self.parts = ExitStack()
         self.frozen = False
 
@@ -125,9 +114,10 @@ class _Run:
         self.directory = directory = self.parts.enter_context(
             closing(RunDirectory(config.run.directory, lead=lead))
         )
-        _check_same(config, world)
+        check_same(config, world)
         changes: list[SettingChange] = check_changes(config, self.allow_changes) if lead else []
         self.data = data = RunData(config, world, directory)
+        self.parts.callback(data.close_loader)
         if lead:
             directory.begin(config.to_json(), data.manifest, data.plans[0].digest, data.parts)
             record_changes(directory, config, changes)
@@ -150,7 +140,6 @@ class _Run:
             directory.store, world, config, self._checkpoint_event, data.abandoned_checkpoints
         )
         self._resume()
-        self.watch = AmendmentWatch(directory.path, world, data.amendments)
         self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl")
         directory.event("start", step=self.step, steps=self.steps, ranks=world.size)
 
@@ -164,8 +153,7 @@ class _Run:
 
     def _open_loader(self) -> None:
         """Open the loader of the next step's stage."""
-        assert self.data is not None
-        self.loader, self.cells, self.stage_end = self.data.open_loader(self.step, self.world)
+        self.loader, self.cells, self.stage_end = self.data.open_loader(self.step)
         self.stepper.cell_size = self.loader.plan.cell_size
         self.loader.telemetry.add_source("trainer", self.meter.numbers)
         self.loader.telemetry.add_table("stage", self.meter.table)
@@ -173,8 +161,6 @@ class _Run:
     def close(self) -> None:
         if self.frozen:
             gc.unfreeze()
-        if self.data is not None:
-            self.data.close_loader()
         self.parts.close()
 
     def _resume(self) -> None:
@@ -210,10 +196,10 @@ class _Run:
             started = time.perf_counter()
             with self.meter.stage("data", self.step):
                 cells = self.cells.take()
-            amendments = self.watch.look(self.step)
+            amendments = self.data.look(self.step)
             result = self.stepper.take(self.step, self.steps, cells, self.cells.ask, amendments)
             self.step += 1
-            if result.amendments != self.watch.number:
+            if result.amendments != self.data.list_number:
                 self._amend(result.amendments)
             more = self.step < self.steps and not result.stop
             try:
@@ -236,12 +222,10 @@ class _Run:
 
     def _amend(self, number: int) -> None:
         """Change the plans of steps that are not read yet to the plans of a list of amendments."""
-        assert self.data is not None
-        for one in self.watch.follow(number):
+        found, self.stage_end = self.data.amend(number, self.step - 1)
+        for one in found:
             self.reporter.say(f"amendment {one.number}: {one}")
-        self.directory.event("amendments", step=self.step, active=[str(one) for one in self.watch.amendments])
-        self.stage_end = self.data.amend(self.watch.amendments, self.step - 1)
-        self.cells.end = self.stage_end
+        self.directory.event("amendments", step=self.step, active=[str(one) for one in self.data.amendments])
 
     def _freeze(self) -> None:
         """Freeze existing objects after the first step, so that full collections do not visit them."""
@@ -309,189 +293,195 @@ class _Run:
             self.profile.step()
 
 
-def _check_same(config: Configuration, world: World) -> None:
-    """Refuse ranks that were started with other settings or software than rank 0; collective."""
-    if world.size == 1:
-        return
-    names = ("shardkit", "torch", *(["cpu"] if config.parallel.exact != "off" else []))
-    versions = {name: version for name, version in software().items() if name in names}
-    first, *others = world.exchange({**config.to_json(), "software": versions})
-    for rank, other in enumerate(others, 1):
-        differing = [
-            f"{key} = {theirs!r} (rank 0: {mine!r})"
-            for key, mine, theirs in setting_differences(first, other)
-            if key not in OF_A_MACHINE
-        ]
-        if differing:
+# ---- one step
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step; all but ``asked`` is the same on every rank.
+
+    Attributes:
+        loss: mean loss per valid target; nan if there are no targets or a loss or the norm was not finite.
+        right: number of right answers.
+        targets, samples: valid targets and samples of the whole step.
+        norm: norm of the gradient, before clipping.
+        rate: learning rate.
+        stop: whether any rank was asked to stop.
+        asked: whether this rank was asked to stop.
+        amendments: number of the list of amendments to apply next.
+    """
+
+    loss: float
+    right: int
+    targets: int
+    samples: int
+    norm: float
+    rate: float
+    stop: bool
+    asked: bool
+    amendments: int
+
+
+@dataclass
+class Stepper:
+    """Takes steps of one model on one rank."""
+
+    _config: Configuration
+    _strategy: Strategy
+    _stop: StopRequest
+    _meter: StageMeter
+    _event: Callable[..., None]
+    cell_size: int = 1  # samples of a full cell of the current plan
+    skipped: int = 0  # latest steps in a row whose gradient was not finite
+    loss_scale: float = 1.0  # factor on the loss in half precision; halved when gradients overflow
+    bytes_held: dict[str, int] = field(default_factory=dict)  # by kind, in the last step
+    sample_losses: Tensor | None = None  # (rows of this rank,) in the last step, with log.sample_losses
+    computed_s: float = 0.0  # time of this rank's own work in the last step, without waits for other ranks
+
+    def __post_init__(self) -> None:
+        self._world = self._strategy.world
+        if self._config.parallel.precision == "fp16":
+            self.loss_scale = 2.0**16
+
+    def take(
+        self, step: int, steps: int, cells: list[Any], meanwhile: Callable[[], None], amendments: int
+    ) -> StepResult:
+        """Train on the cells of ``step`` of ``steps``; collective.
+
+        ``meanwhile`` is called before the first backward, unless the ranks stop after this step. ``amendments`` is the
+        number of the list of amendments that rank 0 asks to apply next.
+        """
+        meter = self._meter
+        with meter.stage("prepare"):
+            inputs = self._prepare(cells)
+        with meter.stage("exchange", step):
+            asked = self._stop.is_set()
+            mine = (sum(i.valid for i in inputs), sum(i.samples for i in inputs), len(inputs))
+            rows = self._world.gather_integers((*mine, int(asked), amendments))
+        targets, samples, _, stop, _ = (sum(column) for column in zip(*rows, strict=True))
+        with meter.stage("compute", step):
+            started = time.perf_counter()
+            passes = self._strategy.passes(inputs, [row[2] for row in rows], self.cell_size)
+            divisor = self._strategy.divisor(mine[0], targets)
+            results = self._compute(passes, divisor, None if stop else meanwhile)
+            self.computed_s = meter.seconds["prepare"] + self._strategy.computed_at() - started
+        with meter.stage("reduce", step):
+            norm = self._strategy.reduce() / self.loss_scale
+            results[2] += int(not math.isfinite(norm))
+            loss, right, bad = self._world.all_reduce(results).tolist()
+        config = self._config
+        rate = learning_rate(config.optimizer, config.schedule, step=step, steps=steps, global_batch=samples)
+        self._world.report(step, "step")
+        with meter.stage("checkpoint"):
+            self._strategy.before_update()  # waits for a checkpoint's copies, made during the passes
+        with meter.stage("update"):
+            self._update(step, norm, rate, finite=not bad)
+        mean = math.nan if bad or not targets else loss / 2**LOSS_BITS / targets
+        return StepResult(mean, right, targets, samples, norm, rate, bool(stop), asked, rows[0][-1])
+
+    def _prepare(self, cells: list[Any]) -> list[Inputs]:
+        seed = self._config.run.seed
+        inputs = [self._strategy.task.prepare(cell, seed) for cell in cells]
+        for one, cell in zip(inputs, cells, strict=True):
+            one.seed = mix(seed, cell.step, cell.lane)
+        return inputs
+
+    def _compute(self, passes: list[Inputs], divisor: int, meanwhile: Callable[[], None] | None) -> Tensor:
+        """Run forward and backward of every pass; return int64 [loss in fixed point, right answers, not finite]."""
+        factor = self._strategy.loss_scale * self.loss_scale / max(1, divisor)
+        loss_sum, right, bad, noted = 0, 0, 0, list[Tensor]()
+        for number, inputs in enumerate(passes):
+            torch.manual_seed(inputs.seed)
+            with self._strategy.accumulate(last=number == len(passes) - 1):
+                losses, correct = self._strategy.loss(inputs)
+                loss = losses.sum()
+                if self._config.log.sample_losses and inputs.samples:
+                    noted.append(inputs.mean_losses(losses))
+                if meanwhile is not None and not number:
+                    meanwhile()
+                torch.autograd.backward(loss * factor)
+            self._strategy.after_pass()
+            value = float(loss.detach())
+            if math.isfinite(value):
+                loss_sum += round(value * 2**LOSS_BITS)
+            else:
+                bad = 1
+            right += int(correct)
+        bad |= int(self._strategy.overflowed())
+        self.sample_losses = torch.cat(noted) if noted else None
+        return torch.tensor([loss_sum, right, bad], dtype=torch.int64, device=self._world.device)
+
+    def _update(self, step: int, norm: float, rate: float, *, finite: bool) -> None:
+        """Clip and step, or skip the update if the gradient is not finite."""
+        self.bytes_held = self._strategy.local_bytes()
+        if finite:
+            clip = self._config.optimizer.clip
+            factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+            if factor != 1.0 or self.loss_scale != 1.0:
+                self._strategy.scale_gradients(factor / self.loss_scale)
+            self._strategy.update(rate)
+            self.skipped = 0
+        else:
+            self._skip(step, norm)
+        self._strategy.clear()
+
+    def _skip(self, step: int, norm: float) -> None:
+        self.skipped += 1
+        allowed = self._config.optimizer.skip_nonfinite
+        if self._config.parallel.precision == "fp16":
+            # occasional overflow is expected in half precision: lower the scale and continue
+            self.loss_scale, allowed = self.loss_scale / 2, max(allowed, 20)
+        self._event("nonfinite", step=step, norm=str(norm), loss_scale=self.loss_scale)
+        if self.skipped > allowed:
             raise RunError(
-                f"rank {rank} was started with {'; '.join(differing)}; start all machines with the same settings and"
-                f" software; they may differ in {', '.join(sorted(OF_A_MACHINE))}"
+                f"step {step}: the gradient is not finite (norm {norm}), {self.skipped} in a row;"
+                f" optimizer.skip_nonfinite = {self._config.optimizer.skip_nonfinite}. Lower optimizer.lr, raise"
+                " schedule.warmup, or look at this step's samples: shardkit plan … shows which"
             )
 
 
-def _find_mixer(data: DataConfig) -> Mixer | None:
-    if not data.mixer:
-        return None
-    text = mixer_text(data.mixer, data.mixer_every, data.mixer_arguments)
-    found = find_mixer(text, data.mixer_every)
-    if found is None:
-        found = FunctionMixer(
-            function=load_named("data.mixer =", data.mixer, "function"), every=data.mixer_every
-        )
-        if found.text != data.mixer:
-            raise ConfigurationError(
-                f"data.mixer = {data.mixer!r} is defined elsewhere: name it as {found.text!r}, a function of a module"
-            )
-    return found
+# ---- evaluation
 
 
-class RunData:
-    """The dataset of a run, at the version with which the run began, and its plans.
+def evaluate(config: Configuration, strategy: Strategy) -> dict[str, Any]:
+    """Return the mean loss per valid target, counts and accuracy over ``evaluation.dataset``; collective.
 
-    Attributes:
-        dataset: the open dataset.
-        manifest: id of its manifest.
-        parts: name → URL with version of each dataset, if several are opened as one.
-        plans: one plan per stage and amendment; the first begins at step 0.
-        steps: number of steps of the whole run.
-        amendments: amendments in force.
-        abandoned_checkpoints: names of checkpoints that an amendment abandoned.
+    The last step of the pass is short, so no sample is dropped or repeated. Sums are integers, so the result does not
+    depend on how cells are distributed over ranks.
     """
+    world = strategy.world
+    order: dict[str, Any] = {"seed": 0, "remainder": "short", "shuffle": "none"}
+    try:
+        dataset = shardkit.open(config.evaluation.dataset)
+        batch = min(config.evaluation.global_batch or config.data.global_batch, len(dataset))
+        plan = dataset.plan(global_batch=batch, **order)
+        if plan.lanes < world.size:
+            plan = dataset.plan(global_batch=world.size, lanes=world.size, **order)
+    except (NotFoundError, PlanError) as error:
+        raise type(error)(f"evaluation.dataset = {config.evaluation.dataset!r}: {error}") from error
+    totals = torch.zeros(4, dtype=torch.int64)  # loss in fixed point, right answers, valid targets, samples
+    strategy.module.eval()
+    loader = dataset.loader(plan, rank=world.rank, world=world.size, by_cell=True, uneven=True)
+    with torch.no_grad(), loader:
+        for cells in loader:
+            totals += _one_step(cast("list[Batch]", cells), plan.cell_size, config.run.seed, strategy)
+    strategy.module.train()
+    for module in strategy.module.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # only a backward pass would drop the gathered parameters
+    loss, right, valid, samples = world.all_reduce(totals.to(world.device)).tolist()
+    targets = max(1, valid)
+    accuracy = {"accuracy": right / targets} if strategy.task.unit == "sample" else {}
+    return {"loss": loss / 2**LOSS_BITS / targets, "targets": valid, "samples": samples, **accuracy}
 
-    def __init__(self, config: Configuration, world: World, directory: RunDirectory):
-        self._config, self._directory = config, directory
-        self._loader: Any = None
-        data, known = config.data, directory.manifest_of_run()
-        where: Any = dict(data.parts) or data.dataset
-        if known is not None or world.rank:
-            pinned = known or json.loads(world.store.get("versions"))
-            where = pinned.get("parts") or f"{parse_dataset_url(data.dataset)[0]}@{pinned['manifest']}"
-        self.dataset: Any = shardkit.open(where, locations=data.locations)
-        self.manifest: str = self.dataset.manifest.id
-        self.parts: dict[str, str] = {}
-        if data.parts:
-            self.parts = {part.name: f"{parse_dataset_url(data.parts[part.name])[0]}@{part.manifest.id}"
-                          for part in self.dataset.version.parts}  # fmt: skip
-        world.store.set("versions", json.dumps({"manifest": self.manifest, "parts": self.parts}))
-        recorded = {} if known is None else recorded_plan(directory.path, known["plan"]) or {}
-        self._versions = Versions(self.dataset)
-        events = [] if known is None else read_events(directory.path)
-        self.abandoned_checkpoints = abandoned_checkpoints(events)
-        if not world.rank:  # an amendment may be recorded while ranks start
-            world.store.set("amendments-0", json.dumps([asdict(one) for one in active_amendments(events)]))
-        self.amendments = [Amendment(**one) for one in json.loads(world.store.get("amendments-0"))]
-        self._recorded: dict[str, Any] = recorded
-        self.plans = self._plans()
-        self._mixer = _find_mixer(data)
-        first = self.plans[0]
-        self.steps: int = config.run.steps or config.run.epochs * (first.steps_per_epoch or first.loop_steps)
 
-    def _plans(self) -> list[Plan]:
-        return configured_plans(
-            self.dataset.plan,
-            asdict(self._config.data),
-            self._recorded,
-            self.amendments,
-            self._versions.amend,
+def _one_step(cells: list[Batch], cell_size: int, seed: int, strategy: Strategy) -> torch.Tensor:
+    inputs = [strategy.task.prepare(cell, seed) for cell in cells if len(cell.samples)]
+    counts = [row[0] for row in strategy.world.gather_integers([len(inputs)])]
+    totals = torch.zeros(4, dtype=torch.int64)
+    for one in strategy.passes(inputs, counts, cell_size):
+        losses, right = strategy.loss(one, evaluating=True)
+        totals += torch.tensor(
+            [round(float(losses.sum()) * 2**LOSS_BITS), int(right), one.valid, one.samples]
         )
-
-    def amend(self, amendments: list[Amendment], step: int) -> int:
-        """Change to the plans of these amendments; return the end of the stage that contains ``step``."""
-        self.amendments = amendments
-        self.plans = self._plans()
-        return self._stage(step)[1]
-
-    def _stage(self, step: int) -> tuple[int, int]:
-        """Return the number of the stage that contains a step, and the stage's end step."""
-        begins = [0, *(plan.from_step for plan in self.plans[1:]), self.steps]
-        number = min(bisect_right(begins, step), len(self.plans)) - 1
-        return number, min(begins[number + 1], self.steps)
-
-    def open_loader(self, step: int, world: World) -> tuple[Any, CellsAhead, int]:
-        """Open the loader of the stage of ``step``; return it, its cells from ``step`` on, and the stage's end step."""
-        self.close_loader()
-        data, parallel, directory = self._config.data, self._config.parallel, self._directory.path
-        number, end = self._stage(step)
-        plan = self.plans[number]
-        dataset: Any = self._versions.at(plan.population.identity)
-        rebalance: Rebalancing | bool = False
-        if parallel.rebalance:
-            store = c10d.PrefixStore(f"rebalance-{number}", world.store)
-            rebalance = Rebalancing(every=parallel.rebalance_every, store=store, timeout_s=parallel.timeout_s)
-        try:
-            self._loader = dataset.loader(
-                plan, rank=world.rank, world=world.size, by_cell=True, uneven=True, run=str(directory),
-                amendments=False,  # they are stages here
-                mixer=self._mixer,
-                assignment=parallel.assignment, rebalance=rebalance, telemetry=self._config.log.telemetry(),
-                store=c10d.PrefixStore(f"loader-{number}", world.store) if world.size > 1 else None,
-                cache=data.cache or None, cache_size=data.cache_size or None, share=data.share,
-                **({"device": world.device, "device_prefetch": data.device_prefetch} if data.device_prefetch else {}),
-            )  # fmt: skip
-        except RunError as error:
-            if isinstance(error.__cause__, DistError):  # a rank is missing: handle it as in a collective
-                raise error.__cause__ from error
-            raise
-        self._loader.seek(step)
-        # a decision of a mixer waits for other ranks in the store
-        in_turn = parallel.rebalance or self._mixer is not None
-        self._cells = CellsAhead(self._loader, step, end, in_turn=in_turn)
-        return self._loader, self._cells, end
-
-    def close_loader(self) -> None:
-        """Close the open loader and its cells, if any."""
-        if self._loader is not None:
-            self._cells.close()
-            self._loader.close()
-            self._loader = None
-
-
-class CellsAhead:
-    """Reads the cells of steps ``step`` … ``end``−1, across epochs, one step ahead.
-
-    Gathering and journaling a small step holds the interpreter for more than 1 % of the step. `ask` is called when
-    torch begins to compute without the interpreter, so that a thread can use it meanwhile.
-
-    Attributes:
-        end: an amendment may lower it, before the last of the remaining steps is asked for.
-
-    Args:
-        loader: loader positioned at ``step``.
-        in_turn: take cells only when they are needed: rebalancing needs the cost of a step before the next step, and
-            while a mixer waits for other ranks in their store, torch must not need it.
-    """
-
-    def __init__(self, loader: Any, step: int, end: int, *, in_turn: bool):
-        self._loader, self._asked, self.end, self._in_turn = loader, step, end, in_turn
-        self._cells = self._follow(step)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cells-ahead")
-        self._next: Future[Any] | None = None
-
-    def _follow(self, step: int) -> Iterator[Any]:
-        """Yield the cells of each step; open an epoch during the last step of the epoch before."""
-        ahead = iter(self._loader)
-        while True:
-            epoch, ahead = ahead, None
-            for cells in epoch:
-                step += 1
-                if step < self.end and step == self._loader.plan.epoch_bounds(step - 1)[1]:
-                    ahead = iter(self._loader)
-                yield cells
-            ahead = ahead or iter(self._loader)
-
-    def ask(self) -> None:
-        """Begin to take the next step's cells in the thread, if there is a next step."""
-        if self._next is None and self._asked < self.end and not self._in_turn:
-            self._next = self._thread.submit(next, self._cells)
-
-    def take(self) -> Any:
-        """Return the next step's cells; wait for them."""
-        self._asked += 1
-        if self._next is None:
-            return next(self._cells)
-        cells, self._next = self._next.result(), None
-        return cells
-
-    def close(self) -> None:
-        """Wait for the thread. Call this before the loader is closed."""
-        self._thread.shutdown(cancel_futures=True)
+    return totals

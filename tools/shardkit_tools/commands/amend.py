@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from shardkit.audit.amendments import ChangeRequest, amend_run, next_start, running_job
 from shardkit.audit.run_record import check_run_directory
 from shardkit.errors import UsageError
-from shardkit.ledger.amendments import Amendment, active_amendments, is_applied, read_events, undo_amendment
+from shardkit.ledger.bindings import Amendment, active_amendments, is_applied, read_events, undo_amendment
 from shardkit_tools import console, options
 from shardkit_tools.options import ExcludeOption, SkipOption, WeightsOption, argument, option
 from shardkit_tools.row_lists import AbsentOption, read_values

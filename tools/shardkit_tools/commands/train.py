@@ -14,8 +14,7 @@ from shardkit_tools.options import ExcludeOption, SkipOption, WeightsOption, arg
 def _print_settings(asked: bool) -> None:
     if not asked:
         return
-    from shardkit_trainer.configuration import Configuration
-    from shardkit_trainer.sections import describe
+    from shardkit_trainer.configuration import Configuration, describe
 
     console.print_table(["setting", "default", "expected", "*meaning"], describe(Configuration))
     raise typer.Exit
