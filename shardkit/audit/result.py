@@ -44,27 +44,20 @@ AuditProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Coverage:
-    """Coverage of one epoch by the replayed steps.
+    """Coverage of one epoch by the replayed steps."""
 
-    Attributes:
-        epoch: number of the epoch.
-        first, last: the replayed steps [first, last) of the epoch.
-        begin, end: all steps [begin, end) of the epoch.
-        drawn: number of samples in the replayed steps.
-        distinct: number of different samples among them.
-        rows: number of samples in the dataset.
-        remainder: number of samples that a whole epoch leaves out; -1 if it depends on more than the number of rows
-            (grouped or joined rows) and is not checked.
-    """
-
-    epoch: int
+    epoch: int  # number of the epoch
+    # first, last: the replayed steps [first, last) of the epoch
     first: int
     last: int
+    # begin, end: all steps [begin, end) of the epoch
     begin: int
     end: int
-    drawn: int
-    distinct: int
-    rows: int
+    drawn: int  # number of samples in the replayed steps
+    distinct: int  # number of different samples among them
+    rows: int  # number of samples in the dataset
+    # number of samples that a whole epoch leaves out; -1 if it depends on more than the number of rows
+    # (grouped or joined rows) and is not checked
     remainder: int
 
     def __str__(self) -> str:

@@ -417,30 +417,18 @@ STEP_NAME: Final = re.compile(r"step-(\d{12})")
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The claims of a checkpoint.
+    """The claims of a checkpoint."""
 
-    Attributes:
-        name: name of its ref.
-        step: number of consumed steps, from its meta, otherwise from its name; -1 if neither holds it.
-        manifest: manifest id from its meta; empty if missing.
-        plan: plan digest from its meta; empty if missing.
-        head: head of the ledger from its meta; None if missing.
-        says_step: True if its meta holds the step.
-        digest: "sha256:…" of its manifest.
-        inner_names: names stored inside the ref and the manifest.
-        loader: state of the loader.
-        objects: SHA-256 in hex → size in bytes of each tensor object.
-    """
-
-    name: str
-    step: int
-    manifest: str
-    plan: str
-    head: dict[str, Any] | None
-    says_step: bool = True
-    digest: str = ""
-    inner_names: tuple[str, ...] = ()
-    loader: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # name of its ref
+    step: int  # number of consumed steps, from its meta, otherwise from its name; -1 if neither holds it
+    manifest: str  # manifest id from its meta; empty if missing
+    plan: str  # plan digest from its meta; empty if missing
+    head: dict[str, Any] | None  # head of the ledger from its meta; None if missing
+    says_step: bool = True  # True if its meta holds the step
+    digest: str = ""  # "sha256:…" of its manifest
+    inner_names: tuple[str, ...] = ()  # names stored inside the ref and the manifest
+    loader: Mapping[str, Any] = field(default_factory=dict)  # state of the loader
+    # SHA-256 in hex → size in bytes of each tensor object
     objects: Mapping[str, int] = field(default_factory=dict)
 
 

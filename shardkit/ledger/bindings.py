@@ -191,37 +191,21 @@ def _last(ledger: Ledger, kind: str, **values: object) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Amendment:
-    """A change of a run's plan.
+    """A change of a run's plan."""
 
-    Attributes:
-        number: number of the amendment in the run, from 0.
-        from_step: first step with the change.
-        resume_from: checkpoints of later steps that were saved before the amendment are abandoned.
-        parent: hex digest of the plan that it changes.
-        plan: hex digest of the result.
-        manifest: "sha256:…" of the version that the steps from `from_step` on read.
-        skip: step of the parent that is continued at `from_step`; None: none is skipped.
-        weights: pattern over strata → weight, as text; None: as before.
-        excluded: "sha256:…" of the list of samples that were left out; None: none.
-        author: who made it.
-        message: why.
-        time: when, in nanoseconds since 1970.
-        step: number of recorded steps at that time.
-    """
-
-    number: int
-    from_step: int
-    resume_from: int
-    parent: str
-    plan: str
-    manifest: str
-    skip: int | None
-    weights: Mapping[str, str] | None
-    excluded: str | None
-    author: str
-    message: str
-    time: int
-    step: int
+    number: int  # number of the amendment in the run, from 0
+    from_step: int  # first step with the change
+    resume_from: int  # checkpoints of later steps that were saved before the amendment are abandoned
+    parent: str  # hex digest of the plan that it changes
+    plan: str  # hex digest of the result
+    manifest: str  # "sha256:…" of the version that the steps from `from_step` on read
+    skip: int | None  # step of the parent that is continued at `from_step`; None: none is skipped
+    weights: Mapping[str, str] | None  # pattern over strata → weight, as text; None: as before
+    excluded: str | None  # "sha256:…" of the list of samples that were left out; None: none
+    author: str  # who made it
+    message: str  # why
+    time: int  # when, in nanoseconds since 1970
+    step: int  # number of recorded steps at that time
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Amendment:

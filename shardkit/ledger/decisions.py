@@ -24,15 +24,10 @@ _MOST: Final = float(1 << 20)  # larger losses count as this one
 
 
 class LossSums(NamedTuple):
-    """Losses of a stage by stratum, exact and independent of the order of addition.
+    """Losses of a stage by stratum, exact and independent of the order of addition."""
 
-    Attributes:
-        sums: (strata,) int64, sums of finite losses in units of 2**-20; a loss counts as at most 2**20.
-        counts: (strata,) int64, number of finite losses.
-    """
-
-    sums: Int64s
-    counts: Int64s
+    sums: Int64s  # (strata,) int64, sums of finite losses in units of 2**-20; a loss counts as at most 2**20
+    counts: Int64s  # (strata,) int64, number of finite losses
 
     @classmethod
     def none(cls, strata: int) -> LossSums:
@@ -86,23 +81,14 @@ def recorded_sums(losses: Losses, plan: Plan, first: int, end: int) -> tuple[Los
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision of a mixer.
+    """A decision of a mixer."""
 
-    Attributes:
-        stage: number of the stage that gets the weights.
-        weights: one whole number per stratum.
-        drawn: samples of each stratum that all lanes have drawn by the end of the stage.
-        losses: losses of stage − 2, given to the mixer.
-        step: step after which it was journaled.
-        start: number of the start that made it.
-    """
-
-    stage: int
-    weights: tuple[int, ...]
-    drawn: tuple[int, ...]
-    losses: LossSums
-    step: int = 0
-    start: int = 0
+    stage: int  # number of the stage that gets the weights
+    weights: tuple[int, ...]  # one whole number per stratum
+    drawn: tuple[int, ...]  # samples of each stratum that all lanes have drawn by the end of the stage
+    losses: LossSums  # losses of stage − 2, given to the mixer
+    step: int = 0  # step after which it was journaled
+    start: int = 0  # number of the start that made it
 
     @property
     def details(self) -> dict[str, Any]:
@@ -124,21 +110,13 @@ class Decision:
 
 @dataclass
 class _Pass:
-    """Steps that rank 0 took without going back: from a start or a return to an earlier step on.
+    """Steps that rank 0 took without going back: from a start or a return to an earlier step on."""
 
-    Attributes:
-        begin: first step.
-        start: number of the start.
-        known: stage → decision; those before `begin` are inherited.
-        end: step after the last one.
-        own: step after the last decision of its own; `begin` if there is none.
-    """
-
-    begin: int
-    start: int
-    known: dict[int, Decision]
-    end: int = 0
-    own: int = 0
+    begin: int  # first step
+    start: int  # number of the start
+    known: dict[int, Decision]  # stage → decision; those before `begin` are inherited
+    end: int = 0  # step after the last one
+    own: int = 0  # step after the last decision of its own; `begin` if there is none
 
 
 class DecisionLines:

@@ -252,21 +252,14 @@ class Header(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One entry of a journal file.
+    """One entry of a journal file."""
 
-    Attributes:
-        step: number of the step in the run.
-        kind: CELLS, EVENT or META.
-        body: for CELLS, lanes (u32 each), rows (u32 each) and digests (16 bytes each); otherwise canonical JSON.
-        end: offset of the first byte after the entry.
-        check: checksum of the entry, the seed of the next entry's.
-    """
-
-    step: int
-    kind: int
+    step: int  # number of the step in the run
+    kind: int  # CELLS, EVENT or META
+    # for CELLS, lanes (u32 each), rows (u32 each) and digests (16 bytes each); otherwise canonical JSON
     body: bytes
-    end: int
-    check: int
+    end: int  # offset of the first byte after the entry
+    check: int  # checksum of the entry, the seed of the next entry's
 
     def cells(self) -> tuple[bytes, bytes, bytes]:
         """Return (lanes, rows, digests) of a CELLS entry, packed."""

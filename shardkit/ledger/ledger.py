@@ -310,64 +310,40 @@ def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 class StartState(Struct):
-    """The newest start of the run.
+    """The newest start of the run."""
 
-    Attributes:
-        number: number of the start, counted from 0.
-        shape: plan digest, number of ranks and number of workers, common to all attempts of the start.
-        lanes: number of lanes of the plan.
-        members: (rank, worker) of each attempt of the start.
-        told: number of the newest start that has an event.
-        owners: the last recorded assignment: its start, packed lanes per rank, and the runs of lanes in its event.
-        reached: for each start, the step after the highest recorded step.
-    """
-
-    number: int = -1
+    number: int = -1  # number of the start, counted from 0
+    # plan digest, number of ranks and number of workers, common to all attempts of the start
     shape: list[str | int] = []
-    lanes: int = 0
-    members: list[list[int]] = []
-    told: int = -1
+    lanes: int = 0  # number of lanes of the plan
+    members: list[list[int]] = []  # (rank, worker) of each attempt of the start
+    told: int = -1  # number of the newest start that has an event
+    # the last recorded assignment: its start, packed lanes per rank, and the runs of lanes in its event
     owners: list[Any] = []
-    reached: list[int] = []
+    reached: list[int] = []  # for each start, the step after the highest recorded step
 
 
 class LedgerState(Struct):
-    """Contents of `state.json`: the committed sizes, and the position of the next merge in each journal.
+    """Contents of `state.json`: the committed sizes, and the position of the next merge in each journal."""
 
-    Attributes:
-        records: number of step records in `steps`, including abandoned branches.
-        check: checksum of the last step record.
-        first: step of the first leaf.
-        size: number of leaves of the tree of steps.
-        branch: (step, record) pairs; in the current branch, the steps from `step` on are stored from `record` on.
-        peaks: peaks of the tree of steps, in hex.
-        events: number of events.
-        events_bytes: committed bytes of `events`.
-        events_check: checksum of the last event.
-        events_peaks: peaks of the tree of events, in hex.
-        heads_bytes: committed bytes of `heads`.
-        heads_check: checksum of the last line of `heads`.
-        plans: [manifest id, plan digest] by number.
-        journals: file name → (end offset and checksum of the last merged entry, number of the start, end offset of
-            the last merged event).
-        start: the newest start of the run.
-    """
-
-    records: Count = 0
-    check: int = 0
-    first: Count = 0
-    size: Count = 0
+    records: Count = 0  # number of step records in `steps`, including abandoned branches
+    check: int = 0  # checksum of the last step record
+    first: Count = 0  # step of the first leaf
+    size: Count = 0  # number of leaves of the tree of steps
+    # (step, record) pairs; in the current branch, the steps from `step` on are stored from `record` on
     branch: list[tuple[Count, Count]] = []
-    peaks: list[str] = []
-    events: Count = 0
-    events_bytes: Count = 0
-    events_check: int = 0
-    events_peaks: list[str] = []
-    heads_bytes: Count = 0
-    heads_check: int = 0
-    plans: list[list[str]] = []
+    peaks: list[str] = []  # peaks of the tree of steps, in hex
+    events: Count = 0  # number of events
+    events_bytes: Count = 0  # committed bytes of `events`
+    events_check: int = 0  # checksum of the last event
+    events_peaks: list[str] = []  # peaks of the tree of events, in hex
+    heads_bytes: Count = 0  # committed bytes of `heads`
+    heads_check: int = 0  # checksum of the last line of `heads`
+    plans: list[list[str]] = []  # [manifest id, plan digest] by number
+    # file name → (end offset and checksum of the last merged entry, number of the start, end offset of the
+    # last merged event)
     journals: dict[str, tuple[int, int, int, int]] = {}
-    start: StartState = msgspec.field(default_factory=StartState)
+    start: StartState = msgspec.field(default_factory=StartState)  # the newest start of the run
 
     def frontiers(self) -> tuple[Frontier, Frontier]:
         """Return the frontiers of the trees of steps and events."""

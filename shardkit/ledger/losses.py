@@ -134,19 +134,13 @@ class Leg(NamedTuple):
 
 
 class LossRows(NamedTuple):
-    """Losses of several steps, ordered by step and place.
+    """Losses of several steps, ordered by step and place."""
 
-    Attributes:
-        steps: (n,) int64.
-        places: (n,) int64 places in the grid, lane · cell_size + slot, or lanes if there is one loss per cell.
-        losses: (n,) float32.
-        by_cell: (n,) bool, True for losses of cells.
-    """
-
-    steps: Int64s
+    steps: Int64s  # (n,) int64
+    # (n,) int64 places in the grid, lane · cell_size + slot, or lanes if there is one loss per cell
     places: Int64s
-    losses: NDArray[np.float32]
-    by_cell: Bools
+    losses: NDArray[np.float32]  # (n,) float32
+    by_cell: Bools  # (n,) bool, True for losses of cells
 
 
 class Losses:

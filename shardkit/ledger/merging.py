@@ -37,23 +37,14 @@ Place: TypeAlias = tuple[int, int]
 
 @dataclass(slots=True)
 class Source:
-    """A journal file in this merge.
+    """A journal file in this merge."""
 
-    Attributes:
-        file: the opened file.
-        header: header of the file.
-        start: number of the start that the file belongs to.
-        reached: end of the last entry read.
-        told: end offset of the last event in the ledger.
-        held: beginning of the first entry left for a later merge.
-    """
-
-    file: JournalFile
-    header: Header
-    start: int
-    reached: Place
-    told: int = 0
-    held: Place | None = None
+    file: JournalFile  # the opened file
+    header: Header  # header of the file
+    start: int  # number of the start that the file belongs to
+    reached: Place  # end of the last entry read
+    told: int = 0  # end offset of the last event in the ledger
+    held: Place | None = None  # beginning of the first entry left for a later merge
 
     @property
     def name(self) -> str:
@@ -75,31 +66,20 @@ class Source:
 
 @dataclass(slots=True)
 class PartialStep:
-    """The cells known so far of one step.
+    """The cells known so far of one step."""
 
-    Attributes:
-        step: number of the step.
-        lanes: number of lanes of its plan.
-        start: number of the start that recorded the cells.
-        older: cells of the same step recorded by an earlier start that was killed, or before a rank went back.
-        recorded_by: the attempts of ranks that recorded the cells.
-        cells: cell digests, 16 bytes per lane.
-        rows: number of rows per lane; -1 if the cell is unknown.
-        missing: number of lanes whose cell is unknown.
-        parts: packed lane numbers → rank.
-        places: the journal entries of the cells.
-    """
-
-    step: int
-    lanes: int
-    start: int
+    step: int  # number of the step
+    lanes: int  # number of lanes of its plan
+    start: int  # number of the start that recorded the cells
+    # cells of the same step recorded by an earlier start that was killed, or before a rank went back
     older: PartialStep | None = None
-    cells: bytearray = field(init=False)
-    rows: list[int] = field(init=False)
-    missing: int = field(init=False)
+    cells: bytearray = field(init=False)  # cell digests, 16 bytes per lane
+    rows: list[int] = field(init=False)  # number of rows per lane; -1 if the cell is unknown
+    missing: int = field(init=False)  # number of lanes whose cell is unknown
+    # the attempts of ranks that recorded the cells
     recorded_by: set[tuple[int, int, int]] = field(default_factory=set)
-    parts: dict[bytes, int] = field(default_factory=dict)
-    places: list[tuple[Source, Place]] = field(default_factory=list)
+    parts: dict[bytes, int] = field(default_factory=dict)  # packed lane numbers → rank
+    places: list[tuple[Source, Place]] = field(default_factory=list)  # the journal entries of the cells
 
     def __post_init__(self) -> None:
         self.cells, self.rows, self.missing = bytearray(16 * self.lanes), [-1] * self.lanes, self.lanes

@@ -50,15 +50,12 @@ RENDEZVOUS: Mapping[str, int] = {
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines that train together.
+    """Machines that train together."""
 
-    Attributes:
-        fewest, most: smallest and largest number of machines.
-        host, port: the rendezvous; the first machine started at ``host`` serves it.
-    """
-
+    # fewest, most: smallest and largest number of machines
     fewest: int
     most: int
+    # host, port: the rendezvous; the first machine started at ``host`` serves it
     host: str
     port: int
 

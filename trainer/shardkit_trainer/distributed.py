@@ -37,22 +37,15 @@ STAGES = ("start", "data", "exchange", "compute", "reduce", "step", "checkpoint"
 
 @dataclass
 class World:
-    """The process group of a run, seen from this rank.
+    """The process group of a run, seen from this rank."""
 
-    Attributes:
-        rank, size: as in torch.
-        device: device of the model.
-        store: store of the rendezvous; carries the heartbeats.
-        owned: whether `join_world` made the process group, so that `leave_world` destroys it.
-        bytes_moved: payload bytes of this rank's collectives that the trainer itself issued.
-    """
-
+    # rank, size: as in torch
     rank: int
     size: int
-    device: torch.device
-    store: c10d.Store
-    owned: bool
-    bytes_moved: int = 0
+    device: torch.device  # device of the model
+    store: c10d.Store  # store of the rendezvous; carries the heartbeats
+    owned: bool  # whether `join_world` made the process group, so that `leave_world` destroys it
+    bytes_moved: int = 0  # payload bytes of this rank's collectives that the trainer itself issued
     _place: tuple[int, str] = (0, "start")
     _exchanges: int = 0
 

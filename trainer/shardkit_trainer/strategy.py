@@ -26,19 +26,12 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Layout of parameters, end to end, in a flat tensor (the *line*).
+    """Layout of parameters, end to end, in a flat tensor (the *line*)."""
 
-    Attributes:
-        offsets: first element of each parameter; multiples of `ALIGNMENT`.
-        lengths: number of elements of each parameter.
-        share: number of elements per rank; a multiple of `ALIGNMENT`.
-        shards: number of ranks that share the line; its length is share · shards.
-    """
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    share: int
-    shards: int
+    offsets: tuple[int, ...]  # first element of each parameter; multiples of `ALIGNMENT`
+    lengths: tuple[int, ...]  # number of elements of each parameter
+    share: int  # number of elements per rank; a multiple of `ALIGNMENT`
+    shards: int  # number of ranks that share the line; its length is share · shards
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], shards: int) -> FlatLayout:

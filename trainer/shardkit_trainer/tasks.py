@@ -35,20 +35,13 @@ IGNORED = -100  # target value that the loss ignores; torch's own default
 
 @dataclass
 class Inputs:
-    """The tensors of one or more cells.
+    """The tensors of one or more cells."""
 
-    Attributes:
-        tensors: tensors by name; the first dimension is samples.
-        valid: number of valid targets.
-        samples: number of samples.
-        seed: seed of the cell's dropout; if cells were concatenated, the seed of the first one.
-        targets: (samples,) int64 valid targets of each sample, on the CPU; None if all samples have equally many.
-    """
-
-    tensors: dict[str, Tensor]
-    valid: int
-    samples: int
-    seed: int = 0
+    tensors: dict[str, Tensor]  # tensors by name; the first dimension is samples
+    valid: int  # number of valid targets
+    samples: int  # number of samples
+    seed: int = 0  # seed of the cell's dropout; if cells were concatenated, the seed of the first one
+    # (samples,) int64 valid targets of each sample, on the CPU; None if all samples have equally many
     targets: Tensor | None = None
 
     def mean_losses(self, losses: Tensor) -> Tensor:

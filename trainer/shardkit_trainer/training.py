@@ -37,25 +37,15 @@ from .tasks import Inputs, Task, make_task, mix
 
 @dataclass
 class Summary:
-    """The result of a run.
+    """The result of a run."""
 
-    Attributes:
-        step: number of steps taken in the whole run.
-        finished: whether all steps were taken; otherwise a rank was asked to stop, and the state is saved.
-        asked: whether this rank was asked to stop.
-        loss: mean loss per valid target of the last step (nan if no step was taken).
-        evaluation: results of the last evaluation.
-        parameters_sha256: SHA-256 of all parameters and buffers in name order; exact mode only.
-        bytes_held: bytes on this rank in the last step, by kind.
-    """
-
-    step: int
-    finished: bool
-    asked: bool = False
-    loss: float = math.nan
-    evaluation: dict[str, Any] = field(default_factory=dict)
-    parameters_sha256: str = ""
-    bytes_held: dict[str, int] = field(default_factory=dict)
+    step: int  # number of steps taken in the whole run
+    finished: bool  # whether all steps were taken; otherwise a rank was asked to stop, and the state is saved
+    asked: bool = False  # whether this rank was asked to stop
+    loss: float = math.nan  # mean loss per valid target of the last step (nan if no step was taken)
+    evaluation: dict[str, Any] = field(default_factory=dict)  # results of the last evaluation
+    parameters_sha256: str = ""  # SHA-256 of all parameters and buffers in name order; exact mode only
+    bytes_held: dict[str, int] = field(default_factory=dict)  # bytes on this rank in the last step, by kind
 
 
 def train(config: Configuration, *, allow_changes: Collection[str] = ()) -> Summary:
@@ -298,28 +288,19 @@ class _Run:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step; all but ``asked`` is the same on every rank.
+    """The result of a step; all but ``asked`` is the same on every rank."""
 
-    Attributes:
-        loss: mean loss per valid target; nan if there are no targets or a loss or the norm was not finite.
-        right: number of right answers.
-        targets, samples: valid targets and samples of the whole step.
-        norm: norm of the gradient, before clipping.
-        rate: learning rate.
-        stop: whether any rank was asked to stop.
-        asked: whether this rank was asked to stop.
-        amendments: number of the list of amendments to apply next.
-    """
-
+    # mean loss per valid target; nan if there are no targets or a loss or the norm was not finite
     loss: float
-    right: int
+    right: int  # number of right answers
+    # targets, samples: valid targets and samples of the whole step
     targets: int
     samples: int
-    norm: float
-    rate: float
-    stop: bool
-    asked: bool
-    amendments: int
+    norm: float  # norm of the gradient, before clipping
+    rate: float  # learning rate
+    stop: bool  # whether any rank was asked to stop
+    asked: bool  # whether this rank was asked to stop
+    amendments: int  # number of the list of amendments to apply next
 
 
 @dataclass
