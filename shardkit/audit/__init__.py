@@ -8,9 +8,8 @@ attackers considered.
 from shardkit.audit.amendments import ChangeRequest, amend_run
 from shardkit.audit.auditing import audit_run
 from shardkit.audit.comparing import Comparison, compare_runs
-from shardkit.audit.page import html_report
 from shardkit.audit.plans import RunPlan, find_plans
-from shardkit.audit.result import Audit, Finding
+from shardkit.audit.result import Audit, Finding, html_report
 from shardkit.audit.run_record import RunRecord, load_run
 from shardkit.audit.signing import make_statement, read_envelope, sign_statement, verify_envelope
 from shardkit.audit.spikes import (

@@ -1,12 +1,17 @@
-"""Check the events of a ledger against each other: no event may contradict, repeat or undo another one."""
+"""Check the events of a ledger, and the entries of a journal, against each other.
+
+None may contradict, repeat or undo another one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardkit.ledger import setting_differences
+from shardkit.errors import FormatError
+from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import AMENDMENT, CONFIGURATION, DEALT, active_amendments, is_applied
+from shardkit.ledger.journal import CELLS, META, JournalFile
 from shardkit.telemetry.records import json_object
 
 Event = dict[str, Any]
@@ -248,20 +253,79 @@ class _History:
             return "names other decoders than one before it in the same start"
         if self._late(event, [rank]):
             return self._late(event, [rank])
-        identity = (start, rank, step, *_identity(event))
+        identity = (start, rank, step, *_subject(event), event.get("number"))
         if identity in self.seen:
             return "is a second one about the same thing"
         self.seen.add(identity)
         return ""
 
 
-def _identity(event: Event) -> tuple[object, ...]:
-    if event["kind"] in ("substituted", "masked"):
-        return "replaced", event["lane"], event["slot"]
-    return event["kind"], event.get("location"), event.get("number")
+def _subject(event: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the subject of an event of a journal. A step has at most one event of a rank per subject."""
+    kind = str(event.get("kind"))
+    if kind in (SUBSTITUTED, MASKED):
+        return "replaced", str(event.get("lane")), str(event.get("slot"))
+    return kind, str(event.get("location"))
 
 
 def short(value: object) -> str:
     """Return the value as text, shortened to at most 24 characters."""
     text = str(value)
     return f"{text[:19]}…" if len(text) > 24 else text
+
+
+# ---- entries of a journal
+
+
+def check_order(files: Iterable[JournalFile], settled: Mapping[str, tuple[int, int]]) -> None:
+    """Raise FormatError unless the files of one attempt hold their entries in the order in which a rank writes them.
+
+    The plan facts come first and only once. Steps ascend, except after a `rewind` event. An event belongs to the last
+    recorded step, and no step has two events about the same thing. If the first files have been removed, the step
+    before the remaining files is unknown and not checked.
+
+    Args:
+        files: files of the attempt, ordered by part and read from their beginning.
+        settled: file name → (offset, checksum) at the end of the last merged entry.
+    """
+    last: int | None = None
+    expected: int | None = None  # the step that a rewind announced
+    seen: set[object] = set()
+    for number, file in enumerate(files):
+        borders = {file.start, *((entry.end, entry.check) for entry in file.entries())}
+        if file.path.name in settled and settled[file.path.name] not in borders:
+            raise FormatError(
+                f"{file.path}: its entries are not those that are merged in the ledger: it was rewritten"
+            )
+        for place, entry in enumerate(file.entries()):
+            where = f"{file.path}: the entry that ends at byte {entry.end}"
+            if entry.kind == META:
+                if number or place or file.header is None or file.header.part:
+                    raise FormatError(f"{where} says again how the plan is made: it was put there later")
+            elif entry.kind == CELLS:
+                if expected not in (None, entry.step) or (
+                    expected is None and last is not None and entry.step <= last
+                ):
+                    raise FormatError(
+                        f"{where} records step {entry.step} after step {last}: it was moved or repeated"
+                    )
+                last, expected = entry.step, None
+                seen.clear()
+            else:
+                body = entry.document()
+                kind, subject = body.get("kind"), _subject(body)
+                if kind == "rewind":
+                    is_there = last is None or (entry.step <= last and body.get("reached") == last + 1)
+                    expected = entry.step
+                else:  # a decision to move lanes is made between two steps
+                    is_there = last is None or entry.step - last in ((0, 1) if kind == "rebalance" else (0,))
+                if not is_there or subject in seen:
+                    raise FormatError(
+                        f"{where} is an event of step {entry.step} after step {last}: it was moved, repeated, or put "
+                        "there by somebody else"
+                    )
+                seen.add(subject)
+        if expected is not None and not file.torn_bytes:
+            raise FormatError(
+                f"{file.path} ends where step {expected} was to follow: it was cut, or added to"
+            )

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardkit.audit.events import contradictions
+from shardkit.audit.events import check_order, contradictions
 from shardkit.audit.result import Finding, Severity
 from shardkit.documents import convert, encode, sha256_digest
 from shardkit.errors import FormatError, NotFoundError, ShardkitError
@@ -20,15 +20,12 @@ from shardkit.ledger import Ledger, Merge, journal_paths, merge_journals
 from shardkit.ledger.bindings import CONFIGURATION, Amendment, amendment_states
 from shardkit.ledger.decisions import DecisionLines
 from shardkit.ledger.events import Head
-from shardkit.ledger.files import read_file
-from shardkit.ledger.journal import JournalFile, check_order
+from shardkit.ledger.journal import JournalFile, read_file, xxh3
 from shardkit.ledger.ledger import (
     RECORD_BYTES,
-    STEPS_MAGIC,
     LedgerState,
     StepRecords,
     Tree,
-    damaged_records,
     leaf_hash,
     parse_events,
     parse_lines,
@@ -142,12 +139,6 @@ class RunRecord:
         """Return the ranges of `legs` as `read_losses` takes them: with the digests of their plans."""
         digests = {event["number"]: event["plan"] for event in self.plans}
         return [Leg(digests.get(number, ""), first, end) for number, first, end in self.legs()]
-
-    def abandoned(self) -> StepRecords:
-        """Return the records that are not leaves of the tree of steps."""
-        if len(self.branch) == len(self.records):
-            return self.records[:0]
-        return self.records[~np.isin(self.records["check"], self.branch["check"])]
 
     def configurations(self) -> list[dict[str, Any]]:
         """Return the configuration of run.json, then the recorded configurations in order."""
@@ -276,10 +267,7 @@ def _check_journals(run: RunRecord, state: LedgerState) -> None:
 def _read_files(run: RunRecord, state: LedgerState | None) -> None:
     """Read the committed records, events and heads. Without a valid state, whole files are read."""
     folder = run.path / "ledger"
-    sizes: dict[str, int | None] = {"steps": None, "events": None, "heads": None}
-    if state is not None:
-        records = len(STEPS_MAGIC) + RECORD_BYTES * state.records
-        sizes = {"steps": records, "events": state.events_bytes, "heads": state.heads_bytes}
+    sizes = dict.fromkeys(("steps", "events", "heads")) if state is None else state.sizes
     data = {}
     try:
         for name, size in sizes.items():
@@ -300,6 +288,17 @@ def _read_files(run: RunRecord, state: LedgerState | None) -> None:
         )  # fmt: skip
     if len(bad) > _SHOWN:
         run.add("violated", "ledger", "ledger/steps", f"{len(bad) - _SHOWN} more records are damaged")
+
+
+def damaged_records(records: StepRecords) -> list[int]:
+    """Return the indices of records whose checksum does not continue the previous record's."""
+    data, bad, check = records.tobytes(), [], 0
+    for index, found in enumerate(records["check"].tolist()):
+        at = index * RECORD_BYTES
+        if xxh3(data[at : at + RECORD_BYTES - 8], seed=check) != found:
+            bad.append(index)
+        check = found
+    return bad
 
 
 def _find_sequence(run: RunRecord, records: StepRecords) -> None:

@@ -10,11 +10,13 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
+import stat
 import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,18 +27,13 @@ from numpy.typing import NDArray
 from shardkit.documents import convert, decode_plain, encode
 from shardkit.errors import FormatError, StoreError, UsageError
 from shardkit.ledger.events import PlanFacts, journaled_event
-from shardkit.ledger.files import RankFile, new_rank_file, rank_files, read_file
 from shardkit.stores.file_operations import explained
 
 ROTATE_BYTES: Final = 1 << 20
 """Bytes after which a rank continues in a new file, so that merged files can be removed."""
 
-_sha256 = hashlib.sha256
-
-
-_newest: dict[
-    tuple[str, int, int], set[int]
-] = {}  # (folder, rank, worker) → lanes that the journal opened last records
+# (folder, rank, worker) → lanes that the journal opened last records
+_newest: dict[tuple[str, int, int], set[int]] = {}
 
 
 class Journal:
@@ -111,10 +108,11 @@ class Journal:
             self._packed = (key, struct.pack(f"<{len(key)}I", *key))
             self._recorded.update(key)
         data = _little_endian(samples).data.cast("B")
+        sha256 = hashlib.sha256
         digests, first = [self._packed[1], struct.pack(f"<{len(counts)}I", *counts)], 0
         for count in counts:
             last = first + 8 * count
-            digests.append(_sha256(data[first:last]).digest()[:16])
+            digests.append(sha256(data[first:last]).digest()[:16])
             first = last
         entries = [(step, CELLS, b"".join(digests))]
         if step <= self._last:
@@ -400,68 +398,6 @@ def unpack_numbers(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
-def check_order(files: Iterable[JournalFile], settled: Mapping[str, tuple[int, int]]) -> None:
-    """Raise FormatError unless the files of one attempt hold their entries in the order in which a rank writes them.
-
-    The plan facts come first and only once. Steps ascend, except after a `rewind` event. An event belongs to the last
-    recorded step, and no step has two events about the same thing. If the first files have been removed, the step
-    before the remaining files is unknown and not checked.
-
-    Args:
-        files: files of the attempt, ordered by part and read from their beginning.
-        settled: file name → (offset, checksum) at the end of the last merged entry.
-    """
-    last: int | None = None
-    expected: int | None = None  # the step that a rewind announced
-    seen: set[object] = set()
-    for number, file in enumerate(files):
-        borders = {file.start, *((entry.end, entry.check) for entry in file.entries())}
-        if file.path.name in settled and settled[file.path.name] not in borders:
-            raise FormatError(
-                f"{file.path}: its entries are not those that are merged in the ledger: it was rewritten"
-            )
-        for place, entry in enumerate(file.entries()):
-            where = f"{file.path}: the entry that ends at byte {entry.end}"
-            if entry.kind == META:
-                if number or place or file.header is None or file.header.part:
-                    raise FormatError(f"{where} says again how the plan is made: it was put there later")
-            elif entry.kind == CELLS:
-                if expected not in (None, entry.step) or (
-                    expected is None and last is not None and entry.step <= last
-                ):
-                    raise FormatError(
-                        f"{where} records step {entry.step} after step {last}: it was moved or repeated"
-                    )
-                last, expected = entry.step, None
-                seen.clear()
-            else:
-                body = entry.document()
-                kind, identity = body.get("kind"), _identity(body)
-                if kind == "rewind":
-                    is_there = last is None or (entry.step <= last and body.get("reached") == last + 1)
-                    expected = entry.step
-                else:  # a decision to move lanes is made between two steps
-                    is_there = last is None or entry.step - last in ((0, 1) if kind == "rebalance" else (0,))
-                if not is_there or identity in seen:
-                    raise FormatError(
-                        f"{where} is an event of step {entry.step} after step {last}: it was moved, repeated, or put "
-                        "there by somebody else"
-                    )
-                seen.add(identity)
-        if expected is not None and not file.torn_bytes:
-            raise FormatError(
-                f"{file.path} ends where step {expected} was to follow: it was cut, or added to"
-            )
-
-
-def _identity(body: dict[str, Any]) -> tuple[str, ...]:
-    """Return the subject of an event. A step has at most one event per subject."""
-    kind = str(body.get("kind"))
-    if kind in ("substituted", "masked"):
-        return "replaced", str(body.get("lane")), str(body.get("slot"))
-    return kind, str(body.get("location"))
-
-
 def _entry(data: memoryview, offset: int, check: int) -> Entry | None:
     """Return the entry at `offset`, or None unless a complete entry continues the checksum `check`."""
     if offset + HEAD.size + CHECK.size > len(data):
@@ -490,3 +426,74 @@ def _is_torn(data: memoryview, offset: int, check: int) -> bool:
     if xxh3(data[offset : offset + HEAD.size - 8], seed=check) != head_check:
         return False
     return rest <= HEAD.size + int(size) + CHECK.size
+
+
+# ---- files that ranks append to; a run directory is not trusted: any file may have been replaced
+
+_NAME: Final = re.compile(r"(\d{5,9})-(\d{5,9})\.([a-z]+)")
+
+
+class RankFile(NamedTuple):
+    """A file ``<rank>-<number>.<suffix>`` that one start of a rank appends to."""
+
+    rank: int
+    number: int
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path, suffix: str) -> RankFile | None:
+        """Parse the name of a rank's file with this suffix; None for any other name."""
+        match = _NAME.fullmatch(path.name)
+        return cls(int(match[1]), int(match[2]), path) if match and match[3] == suffix else None
+
+
+def rank_files(directory: Path, suffix: str) -> list[RankFile]:
+    """Return the files of all ranks, ordered by rank and number; none if there is no such directory."""
+    with explained(f"list {directory}"):
+        names = os.listdir(directory) if directory.is_dir() else []
+    found = (RankFile.of(directory / name, suffix) for name in names)
+    return sorted(one for one in found if one is not None)
+
+
+def new_rank_file(directory: Path, rank: int, suffix: str) -> tuple[Path, int]:
+    """Create and open the next file of a rank. The newest file is never removed, so no number is used twice."""
+    number = max((one.number for one in rank_files(directory, suffix) if one.rank == rank), default=-1) + 1
+    while True:
+        path = directory / f"{rank:05d}-{number:05d}.{suffix}"
+        try:
+            return path, os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644
+            )
+        except FileExistsError:
+            number += 1
+
+
+def read_file(path: Path, most: int, *, size: int | None = None, offset: int = 0) -> bytes | None:
+    """Return `size` bytes from `offset` of a regular file, by default the rest; None if it does not exist.
+
+    Raises:
+        FormatError: the path names a folder, a pipe or a device, or more than `most` bytes would be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block us
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read ({error.strerror}); restore it from a copy") from error
+    with explained(f"read {path}"), os.fdopen(descriptor, "rb", closefd=True) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path} is not a regular file; restore it from a copy")
+        left = max(0, status.st_size - offset)
+        length = left if size is None else min(size, left)
+        if length > most:
+            raise FormatError(f"{path}: {length} bytes, expected at most {most}; restore it from a copy")
+        file.seek(offset)
+        return file.read(length)
+
+
+def append(descriptor: int, data: bytes) -> None:
+    """Write all of the data; one system call may write a part."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]

@@ -11,6 +11,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from shardkit.documents import convert, decode_plain, encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError
 from shardkit.ledger.events import Count, check_event
-from shardkit.ledger.files import open_file, read_file, replace, write
+from shardkit.ledger.journal import append, read_file
 from shardkit.stores.file_operations import explained
 
 
@@ -190,13 +191,7 @@ class Ledger:
         return state
 
     def _check_sizes(self, writing: bool) -> None:
-        state = self.state
-        expected = {
-            "steps": len(STEPS_MAGIC) + RECORD_BYTES * state.records if state.records else 0,
-            "events": state.events_bytes,
-            "heads": state.heads_bytes,
-        }
-        for name, size in expected.items():
+        for name, size in self.state.sizes.items():
             path = self.directory / name
             found = path.stat().st_size if path.exists() else 0
             if found < size:
@@ -263,19 +258,6 @@ def parse_records(data: bytes) -> StepRecords:
         raise FormatError("ledger/steps is not a step file of this version; do not trust it")
     count = max(0, len(data) - len(STEPS_MAGIC)) // RECORD_BYTES
     return np.frombuffer(data, dtype=RECORD, count=count, offset=min(len(data), len(STEPS_MAGIC)))
-
-
-def damaged_records(records: StepRecords) -> list[int]:
-    """Return the indices of records whose checksum does not continue the previous record's."""
-    data = records.tobytes()
-    bad, check = [], 0
-    for index in range(len(records)):
-        at = index * RECORD_BYTES
-        (found,) = _CHECK.unpack_from(data, at + _BODY.size)
-        if _xxh3(data[at : at + _BODY.size], seed=check) != found:
-            bad.append(index)
-        check = found
-    return bad
 
 
 def encode_line(document: dict[str, Any], check: int) -> tuple[bytes, int]:
@@ -345,6 +327,12 @@ class LedgerState(Struct):
     journals: dict[str, tuple[int, int, int, int]] = {}
     start: StartState = msgspec.field(default_factory=StartState)  # the newest start of the run
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Committed sizes of the files in bytes, by name."""
+        steps = len(STEPS_MAGIC) + RECORD_BYTES * self.records if self.records else 0
+        return {"steps": steps, "events": self.events_bytes, "heads": self.heads_bytes}
+
     def frontiers(self) -> tuple[Frontier, Frontier]:
         """Return the frontiers of the trees of steps and events."""
         steps, events = (map(bytes.fromhex, peaks) for peaks in (self.peaks, self.events_peaks))
@@ -388,6 +376,35 @@ class LedgerState(Struct):
         for (step, record), end in zip(self.branch, ends, strict=True):
             if not 0 <= end - step <= self.records - record:
                 raise ValueError("its branch is not in the records")
+
+
+# ---- files
+
+
+@contextmanager
+def open_file(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file and yield its descriptor."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write(path: Path, data: bytes, flag: int) -> None:
+    """Write data to a file and sync it. `flag` is O_APPEND or O_TRUNC."""
+    with open_file(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
+        append(descriptor, data)
+        os.fsync(descriptor)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replace a file durably and atomically."""
+    temporary = path.with_name(path.name + ".new")
+    write(temporary, data, os.O_TRUNC)
+    os.replace(temporary, path)
+    with open_file(path.parent) as folder:
+        os.fsync(folder)
 
 
 # ---- Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that other libraries can verify their proofs

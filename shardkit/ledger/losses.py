@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from shardkit.arrays import Bools, Float64s, Int64s
 from shardkit.errors import FormatError, NotFoundError, UsageError
-from shardkit.ledger.files import RankFile, append, new_rank_file, rank_files, read_file
+from shardkit.ledger.journal import RankFile, append, new_rank_file, rank_files, read_file
 from shardkit.ledger.ledger import Ledger
 from shardkit.stores.file_operations import explained
 

@@ -16,13 +16,13 @@ import shardkit
 from shardkit.audit import load_run, sample_lineage, version_lineage
 from shardkit.audit.plans import open_recorded
 from shardkit.audit.replay import cell_digests
+from shardkit.audit.run_record import damaged_records
 from shardkit.audit.signing import verify_envelope
 from shardkit.dataset.run_plans import made_again
 from shardkit.dataset.samples import population_of
 from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError
 from shardkit.ledger.ledger import (
     STEPS_MAGIC,
-    damaged_records,
     encode_line,
     encode_record,
     parse_lines,

@@ -31,7 +31,7 @@ from shardkit_trainer.configuration import LogConfig, OptimizerConfig, ScheduleC
 from shardkit_trainer.data import CellsAhead
 from shardkit_trainer.distributed import LAUNCHER, RESTART, StopRequest
 from shardkit_trainer.reporting import StageMeter
-from shardkit_trainer.strategy import synchronise_norms
+from shardkit_trainer.tasks import synchronise_norms
 
 # ---- Settings of a run: defaults, TOML, overrides, and what is refused
 
@@ -109,7 +109,7 @@ def test_broken_and_missing_files(tmp_path: Path) -> None:
 
 
 def rates(steps: int, batch: int = 32, **settings: Any) -> list[float]:
-    from shardkit_trainer.strategy import learning_rate
+    from shardkit_trainer.optimizer import learning_rate
 
     names = {"lr", "scaling", "reference_batch"}
     optimizer = OptimizerConfig(**{k: v for k, v in settings.items() if k in names})

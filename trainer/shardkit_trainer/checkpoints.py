@@ -33,7 +33,7 @@ from shardkit.torch.checkpoint_format import read_checkpoint_manifest
 
 from .configuration import Configuration
 from .distributed import World
-from .strategy import Strategy, local_part
+from .strategies import Strategy, local_part
 
 
 class Replicas:

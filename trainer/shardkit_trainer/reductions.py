@@ -17,7 +17,7 @@ from shardkit.torch import FlatSlice
 
 from .configuration import ParallelConfig
 from .distributed import World
-from .strategy import FlatLayout
+from .optimizer import FlatLayout
 
 FRACTION_BITS = 40  # fixed point: range ±2²² (4.2·10⁶) with a spare bit, resolution 9·10⁻¹³
 

@@ -1,4 +1,4 @@
-"""The four strategies, implementations of one interface (`strategy.Strategy`).
+"""The four strategies.
 
 ==========  ============  =====================  ===============  ========================================
 strategy    parameters    gradients              optimizer        implementation
@@ -15,6 +15,7 @@ replaces DDP's reduction by `ExactSum`. Local steps (SPEC.md §9) are ddp whose 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 import time
@@ -26,15 +27,188 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit.torch import FlatSlice
 
 from .configuration import Configuration, expect
 from .distributed import World, all_gather_single, reduce_scatter_single
+from .optimizer import FlatLayout, LocalOptimizer, OwnedTensor
 from .reductions import Compression, ExactSum
-from .strategy import FlatLayout, LocalOptimizer, OwnedTensor, Strategy, local_part
-from .tasks import Inputs, Task
+from .tasks import Inputs, Task, concatenate, synchronise_norms, wrap_blocks
+
+LOSS_BITS = 20
+"""Fraction bits of summed losses: integers give the same sum in any order."""
+
+
+class Strategy:
+    """Base of all strategies: one model on one rank.
+
+    A step is: ``for inputs in passes(cells): with accumulate(last): backward`` → ``reduce`` → ``scale_gradients`` →
+    ``update``. Losses are sums divided by the step's number of valid targets, times `loss_scale`.
+
+    Attributes:
+        forward: callable that the task gets as its model.
+        before_update: called before parameters change; waits for a checkpoint that is being copied.
+        loss_scale: divisor of the strategy's reduction.
+        equal_passes: whether all ranks must run the same number of passes.
+    """
+
+    loss_scale: float = 1.0
+    equal_passes = False
+
+    def __init__(self, task: Task, config: Configuration, world: World, cells: int):
+        self.task, self.config, self.world = task, config, world
+        synchronise_norms(task, config, world, cells)
+        self.module = task.model.to(world.device)
+        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        for name, parameter in named.items():  # the flat layout holds no other type
+            advice = "expected float32 (parallel.precision lowers the computation)"
+            expect((parameter.dtype == torch.float32, f"parameter {name} is {parameter.dtype}; {advice}"))
+        self.names, self.parameters = list(named), list(named.values())
+        # matrices decay; biases, norms and other vectors do not
+        self.decays = {name: parameter.dim() >= 2 for name, parameter in named.items()}
+        self.shapes = {name: parameter.shape for name, parameter in named.items()}
+        wrap_blocks(task, config)
+        self.forward: Any = self.module
+        self.before_update: Callable[[], object] = lambda: None
+        self.optimizer: LocalOptimizer
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def passes(self, cells: Sequence[Inputs], cells_of_ranks: Sequence[int], cell_size: int) -> list[Inputs]:
+        """Join cells into passes of at most ``pass_samples`` samples, or of one cell in exact mode."""
+        per_pass = 1
+        if self.config.parallel.exact == "off":
+            per_pass = max(1, self.config.parallel.pass_samples // cell_size)
+        joined = [concatenate(cells[at : at + per_pass]) for at in range(0, len(cells), per_pass)]
+        if self.equal_passes:
+            most = -(-max(cells_of_ranks) // per_pass)
+            joined += [self.task.empty() for _ in range(most - len(joined))]
+        # torch's reductions are collective, so a rank without cells takes part with a loss of zero
+        return joined or [self.task.empty()]
+
+    def divisor(self, own: int, everyone: int) -> int:
+        """Return the divisor of the loss, given the valid targets of this rank and of all ranks."""
+        return everyone
+
+    def settle(self) -> None:
+        """Make the state equal on all ranks, before it is saved or evaluated; collective."""
+
+    def accumulate(self, last: bool) -> AbstractContextManager[None]:
+        """Return the context of one forward and backward; gradients are reduced only in the last pass of a step."""
+        return nullcontext()
+
+    def after_pass(self) -> None:
+        """Process the gradients of a pass; called after each backward."""
+
+    def computed_at(self) -> float:
+        """Return the time (perf_counter) at which this rank's own work ended; called after the last pass."""
+        return time.perf_counter()
+
+    def reduce(self) -> float:
+        """Finish the reduction; return the norm of the global gradient, the same float on every rank."""
+        return math.sqrt(sum(float(g.norm(dtype=torch.float64) ** 2) for g in self._gradients()))
+
+    def overflowed(self) -> bool:
+        """Return True if gradients of this rank did not fit the exact sum."""
+        return False
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient by ``factor`` (clipping, loss scale)."""
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+
+    def update(self, rate: float) -> None:
+        """Take one optimizer step and make the new parameters visible to all ranks."""
+        self.before_update()
+        self.optimizer.step(rate)
+
+    def clear(self) -> None:
+        """Drop the gradients at the end of a step."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                yield local_part(parameter.grad)
+
+    def _whole_parameters(self) -> list[OwnedTensor]:
+        """Return every parameter as owned, for ranks that own no slices (a DTensor stands for its local part)."""
+        named = dict(self.module.named_parameters())
+        return [OwnedTensor(name, named[name], self.decays[name]) for name in self.names]
+
+    def loss(self, inputs: Inputs, *, evaluating: bool = False) -> tuple[Tensor, Tensor]:
+        """Return (losses, right answers) of one pass in the configured precision; gradients stay float32.
+
+        Losses are (samples,) or a scalar, as the task returns them.
+        """
+        device = self.world.device
+        tensors = {name: tensor.to(device) for name, tensor in inputs.tensors.items()}
+        precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.parallel.precision)
+        with torch.autocast(device.type, dtype=precision, enabled=precision is not None):
+            return self.task.loss(self.module if evaluating else self.forward, tensors)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return tensors to save or to load into: {"model": …, "optimizer": {"<parameter>.<moment>": …}}."""
+        saved = self.module.state_dict().items()
+        model = {name: value.detach() for name, value in saved if torch.is_tensor(value)}
+        return {"model": model, "optimizer": self._optimizer_state()}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        return {f"{n}.{m}": t for n, moments in self.optimizer.moments().items() for m, t in moments.items()}
+
+    def steady_until_update(self) -> set[tuple[str, str]]:
+        """Return (part, name) of the saved tensors that only `update` changes: parameters and moments."""
+        model = {("model", name) for name in self.names}
+        return model | {("optimizer", name) for name in self._optimizer_state()}
+
+    def loading_state(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """Return tensors to load into; ``saved`` are the manifest's tensors by name."""
+        return {part: tensors for part, tensors in self.state().items() if part != "reduction"}
+
+    def after_load(self, updates: int) -> None:
+        """Continue after ``updates`` updates with the tensors loaded into `loading_state`."""
+        self.optimizer.resume(updates)
+
+    def inexact_after(self, ranks: int) -> str:
+        """Return why a resume from ``ranks`` ranks gives other bits; empty if it does not."""
+        return ""
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Return every parameter and buffer in full, on every rank; collective."""
+        whole = {}
+        for name, value in self.module.state_dict().items():
+            whole[name] = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+        return whole
+
+    def parameters_sha256(self) -> str:
+        """Return the SHA-256 of the bytes of all parameters and buffers, in name order; collective."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.whole_parameters().items()):
+            digest.update(name.encode() + b"\0")
+            digest.update(
+                tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+        return digest.hexdigest()
+
+    def local_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank holds: parameters, gradients (while they exist) and optimizer."""
+        moments = [t for per in self.optimizer.moments().values() for t in per.values()]
+        return {
+            "parameters": sum(local_part(p).nbytes for p in self.module.parameters()),
+            "gradients": sum(g.nbytes for g in self._gradients()),
+            "optimizer": sum(local_part(t).nbytes for t in moments),
+        }
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, or any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TimedCollective:
@@ -62,7 +236,9 @@ class FullySharded(Strategy):
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         super().__init__(task, config, world, cells)
-        shards = _shards(config.parallel.shard_ranks, world)
+        shards = config.parallel.shard_ranks or world.size  # ranks that share one copy
+        several = f"parallel.shard_ranks = {shards}: {world.size} ranks are no multiple of it"
+        expect((world.size % shards == 0, several))
         self.replicas = world.size // shards
         names = ("replicas", "shards")
         mesh: DeviceMesh = init_device_mesh(world.device.type, (self.replicas, shards), mesh_dim_names=names)
@@ -101,13 +277,6 @@ class FullySharded(Strategy):
         moved = sum(local_part(p).nbytes for p in self.module.parameters()) * self.world.size // self.replicas
         self.world.bytes_moved += moved * (3 if self.equal_passes else 2)
         return math.sqrt(float(self.world.all_reduce(total)))
-
-
-def _shards(ranks: int, world: World) -> int:
-    """Return the number of ranks that share one copy: ``parallel.shard_ranks``, or all."""
-    reason = f"parallel.shard_ranks = {ranks}: {world.size} ranks are no multiple of it"
-    expect((not ranks or world.size % ranks == 0, reason))
-    return ranks or world.size
 
 
 class LastGradient:

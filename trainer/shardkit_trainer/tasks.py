@@ -14,12 +14,14 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - as all of torch's own documentation has it
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import MissingDependency
 from shardkit.extras import install_command
@@ -27,7 +29,8 @@ from shardkit.function_names import load_named
 from shardkit.loader.packed_rows import BOUNDARIES, documents_of
 from shardkit.plan.permutation import derive
 
-from .configuration import ModelConfig, expect
+from .configuration import Configuration, ModelConfig, expect
+from .distributed import World
 
 _CONTEXT = 128  # default positions for rows of various lengths
 IGNORED = -100  # target value that the loss ignores; torch's own default
@@ -120,6 +123,35 @@ def mix(*values: int) -> int:
     for value in values:
         state = derive(state + value, 0)
     return state
+
+
+def synchronise_norms(task: Task, config: Configuration, world: World, cells: int) -> None:
+    """Replace BatchNorm by torch's SyncBatchNorm, or refuse it.
+
+    With statistics of one rank, results would depend on the assignment of lanes.
+    """
+    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in task.model.modules()):  # noqa: SLF001
+        return
+    parallel = config.parallel
+    reason = ""
+    if parallel.exact != "off" or parallel.rebalance or parallel.sync_every > 1:
+        reason = "exact mode, rebalancing and local steps need samples that do not depend on their neighbours"
+    elif world.size > 1 and world.device.type == "cpu":
+        reason = f"torch's SyncBatchNorm does not work on the CPU, and there are {world.size} ranks"
+    elif cells % world.size:
+        reason = f"its statistics need equal passes on all ranks, and {world.size} ranks share {cells} lanes"
+    expect((not reason, f'the model has BatchNorm: {reason}; use GroupNorm (model.norm = "group")'))
+    if world.size > 1:
+        task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # type: ignore[no-untyped-call]
+
+
+def wrap_blocks(task: Task, config: Configuration) -> None:
+    """Set up activation checkpointing and compilation, block by block, without changing names in the state."""
+    for block in task.blocks():
+        if config.parallel.activation_checkpointing:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if config.parallel.compile:
+            block.compile()
 
 
 class LanguageTask:

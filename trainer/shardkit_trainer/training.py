@@ -28,10 +28,10 @@ from .checkpoints import Checkpointer
 from .configuration import Configuration
 from .data import CellsAhead, RunData
 from .distributed import StopRequest, World, join_world, leave_world, on_stop_signals
+from .optimizer import learning_rate
 from .reporting import Cost, Efficiency, Reporter, StageMeter, profiler
 from .run_directory import RunDirectory, SettingChange, check_changes, check_same, record_changes
-from .strategies import make_strategy
-from .strategy import LOSS_BITS, Strategy, learning_rate
+from .strategies import LOSS_BITS, Strategy, make_strategy
 from .tasks import Inputs, Task, make_task, mix
 
 
