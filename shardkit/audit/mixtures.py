@@ -82,11 +82,7 @@ def ranges(record: RunRecord) -> Iterator[tuple[StepRecords, int | None, bool]]:
 def abandoned_plan(record: RunRecord, plan: Plan, fork: int, records: StepRecords) -> Plan:
     """Return the plan that abandoned records followed: with the decisions made before the run went back.
 
-    Args:
-        record: of the run.
-        plan: plan of the records.
-        fork: place in the events of the fork that abandoned them.
-        records: consecutive ones.
+    `fork` is the place in the events of the fork that abandoned the consecutive records.
     """
     if plan.decided is None:
         return plan
@@ -155,10 +151,7 @@ def check_decisions(
 ) -> None:
     """Check that decisions were made from the recorded losses, by the mixer that the plan names.
 
-    Args:
-        record: of the run.
-        plans: rebuilt plans by number, with the decisions.
-        function: the function of a `FunctionMixer`.
+    `plans` have the decisions, and `function` is that of a `FunctionMixer`.
 
     Raises:
         UsageError: the function is given, and no plan of the run names a function.

@@ -49,14 +49,10 @@ def cell_digests(cells: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
     rows = np.full(len(cells), size, dtype=np.int64)
     short = np.flatnonzero(cells[:, -1] < 0)
     rows[short] = (cells[short] >= 0).sum(axis=1)
-    if len(short):
-        ends = [at + 8 * count for at, count in zip(range(0, len(data), step), rows.tolist(), strict=True)]
-        digests = [
-            _sha256(data[at:end]).digest()[:16]
-            for at, end in zip(range(0, len(data), step), ends, strict=True)
-        ]
-    else:
-        digests = [_sha256(data[at : at + step]).digest()[:16] for at in range(0, len(data), step)]
+    ends = (np.arange(len(cells)) * step + 8 * rows).tolist()
+    digests = [
+        _sha256(data[at:end]).digest()[:16] for at, end in zip(range(0, len(data), step), ends, strict=True)
+    ]
     return b"".join(digests), rows
 
 
@@ -65,12 +61,7 @@ def replay(
 ) -> Iterator[ReplayedSteps]:
     """Yield the steps [first, last) of the plan in order, several at a time.
 
-    Args:
-        plan: plan to replay.
-        first: first step.
-        last: end of the steps.
-        jobs: number of processes.
-        coverage: receives the coverage of each epoch, if the plan has epochs and at most `MAX_COVERAGE_ROWS` rows.
+    `coverage` receives the coverage of each epoch, if the plan has epochs and at most `MAX_COVERAGE_ROWS` rows.
     """
     counted = coverage is not None and _has_epochs(plan) and plan.population.rows <= MAX_COVERAGE_ROWS
     with ExitStack() as stack:

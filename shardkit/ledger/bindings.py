@@ -341,10 +341,7 @@ def bind_switches(run: str | os.PathLike[str], step: int, known: Collection[int]
     An amendment whose first step is at most `step` can no longer be undone. If the job does not know it and has read
     that step, it is undone.
 
-    Args:
-        run: the run directory.
-        step: first step whose samples the job does not read yet.
-        known: numbers of the amendments in the job's plan.
+    The job does not read the samples of `step` yet, and its plan has the amendments with the numbers `known`.
     """
     with Ledger(Path(run), writing=True) as ledger:
         events = ledger.event_documents()

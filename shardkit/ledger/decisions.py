@@ -214,9 +214,7 @@ class _Rows:
 class MixHistory:
     """Input of a mixer: the losses of the stages of a run, and their weights.
 
-    Args:
-        mixer: decides the weights.
-        plan: plan with this mixer; its stages from 2 on are decided with the losses that are added.
+    The stages of the plan from 2 on are decided with the losses that are added.
     """
 
     def __init__(self, mixer: Mixer, plan: Plan) -> None:

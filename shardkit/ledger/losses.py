@@ -51,12 +51,8 @@ _MOST_PASSES: Final = 1000  # passes over steps within a start
 class LossWriter:
     """Writes the losses of one rank from one start of its loader on.
 
-    Args:
-        run: the run directory.
-        rank: rank of this process.
-        plan: hex digest of the plan.
-        batch, lanes, cell_size: of the plan.
-        since: time of the start of its journal in nanoseconds since 1970; a clock may be set back.
+    `plan` is a hex digest. `since` is the time at which the rank's journal started, in nanoseconds since 1970: a clock
+    may be set back.
     """
 
     def __init__(
@@ -76,7 +72,7 @@ class LossWriter:
         """Append the losses of this rank's part of a step.
 
         Args:
-            step: number of the step in the run.
+            step: number of the step.
             slots: (n,) places of the rows in the grid, lane · cell_size + slot, lane after lane.
             losses: (n,) one per row, or (lanes of this rank,) one per cell.
 
@@ -315,13 +311,8 @@ def former_losses(
 
     Losses that ranks noted before they went back to an earlier step come after those that they noted then.
 
-    Args:
-        run: the run directory.
-        legs: as for `read_losses`.
-        first: first step.
-        end: end of the steps.
-        since: time of the start in nanoseconds since 1970.
-        before: time of the next start; its losses and later ones are left out.
+    `since` and `before` are the times of the start and of the next one, whose losses are left out, in nanoseconds since
+    1970.
     """
     files, parts = _read_files(run, legs)
     parts = [

@@ -199,24 +199,16 @@ class Recorder:
         return record
 
 
-class StackWriter:
-    """Writer of the stacks of all threads of this process to the rank's ``.stacks.txt`` file."""
-
-    def __init__(self, run: Path, rank: int, worker: int = 0) -> None:
-        self._path = record_path(run, rank, worker).with_suffix(".stacks.txt")
-
-    def write(self) -> None:
-        """Replace the file by the present stacks, without values of variables."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        parts = [f"process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
-        for ident, frame in sorted(sys._current_frames().items()):  # noqa: SLF001  documented for this very use
-            stack = traceback.StackSummary.extract(traceback.walk_stack(frame), capture_locals=False)
-            parts.append(
-                f"\nthread {names.get(ident, ident)} (innermost call first):\n{''.join(stack.format())}"
-            )
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(parts), encoding="utf-8")
-        temporary.replace(self._path)
+def write_stacks(path: Path) -> None:
+    """Replace a file by the present stacks of all threads of this process, without values of variables."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [f"process {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}\n"]
+    for ident, frame in sorted(sys._current_frames().items()):  # noqa: SLF001  documented for this very use
+        stack = traceback.StackSummary.extract(traceback.walk_stack(frame), capture_locals=False)
+        parts.append(f"\nthread {names.get(ident, ident)} (innermost call first):\n{''.join(stack.format())}")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(parts), encoding="utf-8")
+    temporary.replace(path)
 
 
 class EventLog:
@@ -309,7 +301,7 @@ class RunWatch:
         events: EventLog,
         more_hooks: Sequence[Callable[[Record], None]] = (),
     ) -> None:
-        self._stacks = StackWriter(run, telemetry.rank, telemetry.worker)
+        self._stacks = record_path(run, telemetry.rank, telemetry.worker).with_suffix(".stacks.txt")
         self._stalls, self._next_stacks = 0.0, 0.0
         hooks: list[Callable[[Record], None]] = [self._note_stalls]
         if telemetry.rank == 0 and telemetry.worker == 0:
@@ -334,7 +326,7 @@ class RunWatch:
         stalls, self._stalls = self._stalls, record.value("loader.stalls")
         if self._stalls > stalls and time.monotonic() >= self._next_stacks:
             self._next_stacks = time.monotonic() + _BETWEEN_STACKS_S
-            self._stacks.write()
+            write_stacks(self._stacks)
 
     def close(self) -> None:
         """Write the last record and stop; can be called twice."""

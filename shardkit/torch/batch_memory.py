@@ -32,11 +32,7 @@ _IN_WORKER, _IN_TRAINER = 0, 1  # flags of a slot: which process refers to it
 
 
 class BatchMemory:
-    """Slots for the arrays of batches; pickles only into a process that is being spawned.
-
-    Args:
-        workers: number of workers.
-    """
+    """Slots for the arrays of batches of several workers; pickles only into a process that is being spawned."""
 
     def __init__(self, workers: int) -> None:
         self._workers, self._key = workers, uuid4().hex

@@ -27,7 +27,7 @@ from shardkit.telemetry import (
     read_run,
 )
 from shardkit.telemetry.pages import host_allowed, parse_listen
-from shardkit.telemetry.recorder import StackWriter
+from shardkit.telemetry.recorder import write_stacks
 from shardkit.telemetry.records import MAX_LINE_BYTES, check_run, lanes_text, parse_lanes, record_path
 from shardkit.telemetry.serving import serve_health
 
@@ -283,7 +283,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
 def test_stacks_name_functions_and_hold_no_values(tmp_path: Path) -> None:
     (tmp_path / "telemetry").mkdir()
     password = "not-to-be-seen"  # a local variable
-    StackWriter(tmp_path, 2).write()
+    write_stacks(record_path(tmp_path, 2).with_suffix(".stacks.txt"))
     text = (tmp_path / "telemetry" / "rank-00002.stacks.txt").read_text()
     assert "MainThread" in text
     assert "test_stacks_name_functions_and_hold_no_values" in text

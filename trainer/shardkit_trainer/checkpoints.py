@@ -35,38 +35,6 @@ from .configuration import Configuration
 from .distributed import World
 from .strategies import Strategy, local_part
 
-
-class Replicas:
-    """Further stores of the newest checkpoints. A failing replica is recorded as an event and does not end the run."""
-
-    def __init__(self, urls: Sequence[str], event: Callable[..., None]):
-        self.stores = [open_store(url) for url in urls]
-        self._event = event
-
-    def copy(self, source: Store, name: str, keep: int, drop: Collection[str]) -> None:
-        for store in self.stores:
-            with self._name_store(store, name=name):
-                written = copy_checkpoint(source, store, name)
-                if keep:
-                    prune_checkpoints(store, keep, drop=drop)
-                self._event("replica", name=name, store=store.url, new_bytes=written)
-
-    def names(self) -> list[list[str]]:
-        """Return the checkpoint names of each replica, an empty list for a replica that fails."""
-        found: list[list[str]] = [[] for _ in self.stores]
-        for store, names in zip(self.stores, found, strict=True):
-            with self._name_store(store):
-                names += checkpoint_names(store)
-        return found
-
-    @contextmanager
-    def _name_store(self, store: Store, **details: str) -> Iterator[None]:
-        try:
-            yield
-        except (ShardkitError, OSError) as error:
-            self._event("replica-failed", store=store.url, error=str(error), **details)
-
-
 State = dict[str, dict[str, Tensor]]
 StateEntry = tuple[str, str, Tensor]  # part of the state, name, tensor
 DAMAGE = (IntegrityError, FormatError, NotFoundError)
@@ -83,12 +51,9 @@ class Checkpointer:
     With ``checkpoint.asynchronous``, `save` returns at once. A thread with its own process group copies the tensors
     that the next update changes, then writes; that update waits for the copy.
 
-    Args:
-        store: the run directory.
-        config: settings of the run. Its replicas get a verified copy of each checkpoint, and are read if the run
-            directory's checkpoint is damaged.
-        event: called with (kind, details); rank 0 logs them.
-        abandoned: names of checkpoints that an amendment of the plan abandoned: they are neither loaded nor kept.
+    Replicas are further stores: each gets a verified copy of every checkpoint, and is read if the run directory's
+    checkpoint is damaged. A failing replica is recorded as an event and does not end the run. Checkpoints that an
+    amendment of the plan abandoned are neither loaded nor kept.
     """
 
     def __init__(
@@ -101,7 +66,7 @@ class Checkpointer:
     ):
         self._store, self._world, self._event = store, world, event
         self._keep, self._asynchronous = config.checkpoint.keep, config.checkpoint.asynchronous
-        self._replicas = Replicas(config.checkpoint.replicas, event)
+        self._replicas = [open_store(url) for url in config.checkpoint.replicas]
         timeout = timedelta(seconds=max(600.0, config.parallel.timeout_s))
         # a separate group: collectives of two threads on one group would be matched in any order
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
@@ -185,7 +150,7 @@ class Checkpointer:
                 self._event("checkpoint", step=step, name=name, seconds=seconds, new_bytes=self.written_bytes)
                 if self._keep:
                     prune_checkpoints(self._store, self._keep, drop=self._abandoned)
-                self._replicas.copy(self._store, name, self._keep, self._abandoned)
+                self._copy_to_replicas(name)
             dist.barrier(self._group)
         except BaseException as error:  # noqa: BLE001 - DCP's own error is no Exception; `wait` raises what is kept
             first = _first(error)
@@ -193,6 +158,22 @@ class Checkpointer:
             failed = isinstance(first, RuntimeError) and not isinstance(first, ShardkitError)
             told = f"checkpoint was not saved; the ones before it are intact: {first}"
             self._error = RuntimeError(str(first)) if failed else RunError(told)
+
+    def _copy_to_replicas(self, name: str) -> None:
+        for store in self._replicas:
+            with self._tolerate(store, name=name):
+                written = copy_checkpoint(self._store, store, name)
+                if self._keep:
+                    prune_checkpoints(store, self._keep, drop=self._abandoned)
+                self._event("replica", name=name, store=store.url, new_bytes=written)
+
+    @contextmanager
+    def _tolerate(self, store: Store, **details: str) -> Iterator[None]:
+        """Record an event if a replica fails."""
+        try:
+            yield
+        except (ShardkitError, OSError) as error:
+            self._event("replica-failed", store=store.url, error=str(error), **details)
 
     def load_newest(self, strategy: Strategy, last: int | None = None) -> dict[str, Any] | None:
         """Load the newest intact checkpoint, of at most step ``last``; collective.
@@ -211,7 +192,7 @@ class Checkpointer:
         for name, place in self._agree_on_places():
             if name in self._abandoned or (last is not None and name > checkpoint_name(last)):
                 continue
-            store = self._replicas.stores[place - 1] if place else self._store
+            store = self._replicas[place - 1] if place else self._store
             meta, damage = self._load(strategy, store, name)
             if damage:
                 self._damaged |= set() if place else {name}
@@ -258,8 +239,10 @@ class Checkpointer:
         """Return rank 0's list of (checkpoint, 0 for the run directory or number of a replica), newest first."""
         found: list[tuple[str, int]] = []
         if self._world.rank == 0:
-            everywhere = [checkpoint_names(self._store), *self._replicas.names()]
-            found = [(name, place) for place, names in enumerate(everywhere) for name in names]
+            found = [(name, 0) for name in checkpoint_names(self._store)]
+            for place, store in enumerate(self._replicas, 1):
+                with self._tolerate(store):
+                    found += [(name, place) for name in checkpoint_names(store)]
             found.sort(key=lambda one: one[0], reverse=True)  # stable: the run directory before its replicas
         first, *_ = self._world.exchange({"found": found})
         return [(name, place) for name, place in first["found"]]

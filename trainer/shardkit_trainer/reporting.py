@@ -32,10 +32,6 @@ class Cost:
 
     Totals continue from the last record of train.jsonl, so a killed process loses at most one step. All wall time of a
     rank counts, including start-up, evaluation and checkpoints.
-
-    Args:
-        config: settings with the price and power of one rank.
-        metrics: path of train.jsonl, with the steps of this and earlier processes.
     """
 
     def __init__(self, config: LogConfig, metrics: Path):

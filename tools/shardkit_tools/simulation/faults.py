@@ -107,10 +107,7 @@ def restart(cluster: Cluster, lanes: int, cached_bytes: float) -> dict[str, floa
 class Stops:
     """Interruptions of all ranks: failed nodes and silent locations.
 
-    Args:
-        cluster: the cluster.
-        cached_bytes: bytes in the cache of a node.
-        store_bytes: float64[steps], bytes that a rank reads from the store in each step.
+    `cached_bytes` are in the cache of a node; `store_bytes`, float64[steps], are read by a rank in each step.
     """
 
     def __init__(self, cluster: Cluster, cached_bytes: float, store_bytes: NDArray[np.float64]) -> None:
@@ -170,10 +167,7 @@ class _Pod:
 class Moves:
     """Slowness and number of lanes of each rank over the run.
 
-    Args:
-        cluster: the cluster.
-        lanes: number of lanes.
-        slow: rank → factor of ranks that are slow from the first step, in addition to randomly slow ranks.
+    `slow` has the factors of ranks that are slow from the first step, in addition to randomly slow ranks.
     """
 
     def __init__(self, cluster: Cluster, lanes: int, slow: dict[int, float] | None = None) -> None:

@@ -326,7 +326,6 @@ class Reads:
 
     requests: Float64s  # float64[epochs], requests to the store
     store_bytes: Float64s  # float64[epochs], bytes from the store
-    cache_bytes: Float64s  # float64[epochs], bytes from the caches
     hit_rate: Float64s  # float64[epochs], share of loads served by the caches
     cache_hits: float  # loads served by the caches in all epochs
     held_bytes: float  # bytes in a node's cache at the end
@@ -345,16 +344,16 @@ def read_lanes(cluster: Cluster, prepared: PlannedDataset, sample: Sample, tell:
         columns.append(sum(one.by_epoch(prepared.plan.loop_steps, cluster.work.epochs) for one in own))
         kept.append((held / sample.node_share, distinct / sample.node_share))
         loads += own
-    by_node = np.stack(columns)  # (nodes, 5, epochs)
+    by_node = np.stack(columns)  # (nodes, 4, epochs)
     held_bytes, distinct_bytes = np.mean(kept, axis=0).tolist()
-    requests, store_bytes, cache_bytes, misses, all_loads = by_node.sum(axis=0) * sample.total
+    requests, store_bytes, misses, all_loads = by_node.sum(axis=0) * sample.total
     is_alone = (
         cluster.nodes.nodes == 1 and len(loads) > 1
     )  # with one node, its ranks are the units of the error
     units = [one.store_bytes.sum() for one in loads] if is_alone else by_node[:, 1].sum(axis=1)
     error = standard_error(np.array(units), sample.rank_share / sample.total)
     hit_rate, hits = 1 - misses / np.maximum(1, all_loads), float((all_loads - misses).sum())
-    return Reads(requests, store_bytes, cache_bytes, hit_rate, hits, held_bytes, distinct_bytes, error, loads)
+    return Reads(requests, store_bytes, hit_rate, hits, held_bytes, distinct_bytes, error, loads)
 
 
 def _read_node(

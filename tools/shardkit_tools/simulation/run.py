@@ -218,7 +218,6 @@ def shuffled_reads(cluster: Cluster, prepared: PlannedDataset, *, unit: Unit, bu
     return Reads(
         requests / share,
         store_bytes / share,
-        cache_bytes / share,
         1 - miss_rate,
         float((count - requests).sum()) / share,
         held / share,

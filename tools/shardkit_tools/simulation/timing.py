@@ -32,30 +32,22 @@ class RankLoads:
         return self.size * self.from_store / self.share
 
     def by_epoch(self, steps: int, epochs: int) -> Float64s:
-        """Return (5, epochs): requests, store bytes, cache bytes, misses and loads, scaled to the whole rank."""
+        """Return (4, epochs): requests, store bytes, misses and loads, scaled to the whole rank."""
         stored = self.from_store
-        amounts = (self.own & stored, self.size * stored, self.size * ~stored, stored, np.ones(len(stored)))
+        amounts = (self.own & stored, self.size * stored, stored, np.ones(len(stored)))
         sums = [np.bincount(self.step // steps, amount, epochs) for amount in amounts]
         return np.stack(sums) / self.share
 
 
 class BlockFetching:
-    """Arrival times of the blocks of a rank (SPEC.md §2).
-
-    Args:
-        cluster: the cluster.
-        loads: block loads of the rank.
-    """
+    """Arrival times of the blocks of a rank (SPEC.md §2)."""
 
     def __init__(self, cluster: Cluster, loads: RankLoads) -> None:
         nodes, store = cluster.nodes, cluster.store
         bandwidth = min(nodes.nic / nodes.ranks, store.bandwidth * store.copies / cluster.world) * loads.share
         allowed = store.requests_per_second * store.copies / cluster.world * loads.share
-        self._latency, self._stream, self._verify = (
-            store.latency,
-            1 / store.stream,
-            1 / nodes.verify,
-        )  # stream and verify in seconds per byte
+        self._latency = store.latency
+        self._stream, self._verify = 1 / store.stream, 1 / nodes.verify  # seconds per byte
         self._wire_s, self._disk_s = 1 / bandwidth, nodes.ranks / (nodes.disk_read * loads.share)
         self._request_s = 1 / allowed if allowed else 0.0
         self._servers, self._served = _crew(store.concurrency * loads.share)
