@@ -47,7 +47,7 @@ READERS = {
 _LIMITS = ("pyarrow.dataset", "numpy.memmap")
 _OTHERS = {"litdata": "litdata", "streaming": "mosaicml_streaming"}  # reader → environment
 _MODULES = {
-    "shardkit": ("shardkit.dataset.dataset", "shardkit.loader.loader", "torch"),
+    "shardkit": ("shardkit.dataset.dataset", "shardkit.loader.loader", "torch", "pyarrow.parquet"),
     "datasets map": ("datasets",),
     "datasets streaming": ("datasets",),
     "litdata": ("litdata.streaming.item_loader",),

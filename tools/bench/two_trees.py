@@ -10,6 +10,7 @@ children of the process. A figure is this checkout's time over the other's.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -44,6 +45,7 @@ class Job(NamedTuple):
     words: tuple[str, ...]  # command line of shardkit; or "-c", a program and its arguments
     fresh: tuple[str, ...] = ()  # folders removed before the job
     flipped: str = ""  # root in which a bit is flipped before the job
+    newer: tuple[str, ...] = ()  # words for a checkout whose command has the option, the first of them
 
 
 def make_sources(folder: Path, scale: float) -> None:
@@ -74,6 +76,8 @@ def jobs(source: Path, base: Path) -> Iterator[Job]:
     for name, file, form in (("pictures", "", tar), ("lines", ".jsonl", zstd), ("table", ".csv", zstd)):
         words = ("build", str(source / f"{name}{file}"), roots[name], *form)
         yield Job(f"build {name}", words, fresh=(roots[name],))
+    undecoded = ("build", str(source / "pictures"), str(base / "undecoded"), *tar)
+    yield Job("build pictures, not decoded", undecoded, (str(base / "undecoded"),), newer=("--check", "none"))
     plain = ("--format", "arrow", "--compression", "none")
     tokens = ("build", str(source / "tokens.npy"), roots["tokens"], *plain)
     yield Job("build tokens", tokens, fresh=(roots["tokens"], str(base / "mirror")))
@@ -92,6 +96,13 @@ def jobs(source: Path, base: Path) -> Iterator[Job]:
     yield Job("help", ("--help",))
 
 
+@functools.cache
+def help_of(tree: Path, command: str) -> str:
+    """Return the help of a command in a checkout."""
+    words = [str(tree / ".venv" / "bin" / "shardkit"), command, "--help"]
+    return subprocess.run(words, cwd=tree, capture_output=True, text=True, check=True).stdout
+
+
 def run(tree: Path, job: Job) -> tuple[float, float]:
     """Run one job in one checkout; return its (wall, processor) seconds."""
     for folder in job.fresh:
@@ -106,6 +117,8 @@ def run(tree: Path, job: Job) -> tuple[float, float]:
             file.write(bytes([byte]))
     binaries = tree / ".venv" / "bin"
     command = [str(binaries / ("python" if job.words[0] == "-c" else "shardkit")), *job.words]
+    if job.newer and job.newer[0] in help_of(tree, job.words[0]):
+        command += job.newer
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     compiled = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(command, cwd=tree, env=compiled, capture_output=True, text=True, check=False)
