@@ -1,14 +1,16 @@
-"""Numbers, sizes and durations in settings: one check and one wording for all configurations."""
+"""Numbers, sizes, durations and lists of names in settings: one check and one wording for all configurations."""
 
 from __future__ import annotations
 
 import numbers
 import operator
 import re
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from shardkit.errors import ConfigurationError
+from shardkit.errors import ConfigurationError, UsageError
 
 
 @dataclass(frozen=True)
@@ -139,3 +141,28 @@ def duration_text(seconds: int) -> str:
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds // int(_SECONDS[unit])}{unit}"
     return f"{seconds}s"
+
+
+def names_of(value: object, what: str) -> list[str]:
+    """Return the names of a text as `split_names` does, or of a list of texts.
+
+    Raises:
+        UsageError: The value is neither; ``what`` names it.
+    """
+    if isinstance(value, str):
+        return split_names(value)
+    names: list[Any] = list(value) if isinstance(value, list | tuple | AbstractSet | Mapping) else [value]
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"{what}={shown(value)}: a name or a list of names is expected")
+    return names
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names of ``a,b,"c, d"``: a name with a comma is quoted, as in CSV."""
+    import csv  # slow to import, and rarely needed
+
+    try:
+        names = next(csv.reader([text], skipinitialspace=True, strict=True), [])
+    except csv.Error as error:
+        raise UsageError(f'{text!r}: {error}; expected names such as a,b,"c, d"') from None
+    return list(map(str.strip, names))

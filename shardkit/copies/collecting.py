@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import msgspec
 
-from shardkit.copies.mirroring import log_conflict
 from shardkit.copies.placement import Holdings
+from shardkit.copies.repair import log_conflict
 from shardkit.copies.replicate import mirror
 from shardkit.documents import seconds_of
 from shardkit.errors import (
@@ -72,30 +72,18 @@ DeletionProgress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Collection:
-    """The result of `collect`.
+    """The result of `collect`."""
 
-    Attributes:
-        live: number of needed objects.
-        garbage: number of objects in all locations that no version needs.
-        garbage_bytes: bytes of the garbage in the root; set only without `delete`.
-        marked: number of garbage objects without a mark before this call.
-        waiting: number of garbage objects marked less than a grace period ago.
-        due: number of garbage objects that may be deleted now.
-        due_bytes: bytes of those objects in the root; set only without `delete`.
-        deleted: location → number of copies deleted.
-        finished: number of deletions of killed calls that this call finished.
-        unreachable: location → its error; its garbage is kept until the next call.
-    """
-
-    live: int = 0
-    garbage: int = 0
-    garbage_bytes: int = 0
-    marked: int = 0
-    waiting: int = 0
-    due: int = 0
-    due_bytes: int = 0
-    deleted: dict[str, int] = field(default_factory=dict)
-    finished: int = 0
+    live: int = 0  # number of needed objects
+    garbage: int = 0  # number of objects in all locations that no version needs
+    garbage_bytes: int = 0  # bytes of the garbage in the root; set only without `delete`
+    marked: int = 0  # number of garbage objects without a mark before this call
+    waiting: int = 0  # number of garbage objects marked less than a grace period ago
+    due: int = 0  # number of garbage objects that may be deleted now
+    due_bytes: int = 0  # bytes of those objects in the root; set only without `delete`
+    deleted: dict[str, int] = field(default_factory=dict)  # location → number of copies deleted
+    finished: int = 0  # number of deletions of killed calls that this call finished
+    # location → its error; its garbage is kept until the next call
     unreachable: dict[str, str] = field(default_factory=dict)
 
 

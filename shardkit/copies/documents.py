@@ -118,42 +118,29 @@ class _Put(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A copy's log that does not continue the root's: the root lost entries, then got others.
+    """A copy's log that does not continue the root's: the root lost entries, then got others."""
 
-    Attributes:
-        location: name of the copy.
-        common: newest entry that both logs have; None if they have none in common.
-        newest: newest entry of the copy's log.
-    """
-
-    location: str
-    common: LogEntry | None
-    newest: LogEntry
+    location: str  # name of the copy
+    common: LogEntry | None  # newest entry that both logs have; None if they have none in common
+    newest: LogEntry  # newest entry of the copy's log
 
 
 @dataclass
 class Documents:
-    """The result of a check of documents.
+    """The result of a check of documents."""
 
-    Attributes:
-        newest: newest good log entry.
-        locations: name → location, for the locations other than the root that have this repository.
-        copies: name → store, of the locations whose documents are compared with the root's.
-        absent: name → reason, for the locations that do not have it or do not answer.
-        lost: documents without a good copy.
-        unchecked: documents that could not be read or written.
-        puts: documents to put or delete.
-        forks: logs of copies that do not continue the root's.
-    """
-
-    newest: LogEntry | None = None
+    newest: LogEntry | None = None  # newest good log entry
+    # name → location, for the locations other than the root that have this repository
     locations: dict[str, Location] = field(default_factory=dict)
+    # name → store, of the locations whose documents are compared with the root's
     copies: dict[str, Store] = field(default_factory=dict)
+    # name → reason, for the locations that do not have it or do not answer
     absent: dict[str, str] = field(default_factory=dict)
-    lost: list[LostObject] = field(default_factory=list)
+    lost: list[LostObject] = field(default_factory=list)  # documents without a good copy
+    # documents that could not be read or written
     unchecked: list[UncheckedCopy] = field(default_factory=list)
-    puts: list[_Put] = field(default_factory=list)
-    forks: list[Fork] = field(default_factory=list)
+    puts: list[_Put] = field(default_factory=list)  # documents to put or delete
+    forks: list[Fork] = field(default_factory=list)  # logs of copies that do not continue the root's
 
     def heal_root(self) -> list[HealedCopy]:
         """Repair the root's documents."""

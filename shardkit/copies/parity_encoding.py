@@ -20,18 +20,12 @@ from shardkit.stores.waiting import RateLimiter
 
 @dataclass
 class Encoding:
-    """The result of `encode_parity`.
+    """The result of `encode_parity`."""
 
-    Attributes:
-        url: URL of the root.
-        sets: number of parity sets of the versions.
-        encoded: sets that this call encoded.
-        failed: id of a set or version without parity → the reason: a member is lost, or a store did not answer.
-    """
-
-    url: str
-    sets: int = 0
-    encoded: list[SetRecord] = field(default_factory=list)
+    url: str  # URL of the root
+    sets: int = 0  # number of parity sets of the versions
+    encoded: list[SetRecord] = field(default_factory=list)  # sets that this call encoded
+    # id of a set or version without parity → the reason: a member is lost, or a store did not answer
     failed: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -44,63 +44,38 @@ GRACE_S: Final = 7 * 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementChange:
-    """A change of the locations and the policy.
+    """A change of the locations and the policy."""
 
-    Attributes:
-        locations: locations to add, or to change by name.
-        empty: names of locations whose objects are moved to other locations.
-        forget: names of locations to remove from the table.
-        refill: names of locations to fill again, such as after the replacement of a disk.
-        policy: function from the old policy to the new one.
-        is_undo: True to accept critical strata that no version has.
-    """
-
-    locations: tuple[LocationRecord, ...] = ()
-    empty: tuple[str, ...] = ()
-    forget: tuple[str, ...] = ()
-    refill: tuple[str, ...] = ()
-    policy: Callable[[Policy], Policy] | None = None
-    is_undo: bool = False
+    locations: tuple[LocationRecord, ...] = ()  # locations to add, or to change by name
+    empty: tuple[str, ...] = ()  # names of locations whose objects are moved to other locations
+    forget: tuple[str, ...] = ()  # names of locations to remove from the table
+    refill: tuple[str, ...] = ()  # names of locations to fill again, such as after the replacement of a disk
+    policy: Callable[[Policy], Policy] | None = None  # function from the old policy to the new one
+    is_undo: bool = False  # True to accept critical strata that no version has
 
 
 @dataclass(slots=True)
 class Drops:
-    """Deleted surplus copies.
+    """Deleted surplus copies."""
 
-    Attributes:
-        objects: number of copies deleted.
-        bytes: bytes of those copies.
-        kept: (location, name) of surplus copies that were kept because other copies are missing or bad.
-        problems: errors of locations.
-    """
-
-    objects: int = 0
-    bytes: int = 0
+    objects: int = 0  # number of copies deleted
+    bytes: int = 0  # bytes of those copies
+    # (location, name) of surplus copies that were kept because other copies are missing or bad
     kept: list[tuple[str, str]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # errors of locations
 
 
 @dataclass(slots=True)
 class Placing:
-    """The result of `place`.
+    """The result of `place`."""
 
-    Attributes:
-        table: current table; None if the root has none.
-        was: table before the call; None if there was none.
-        committed: True if this call committed the table.
-        copies: copies made.
-        drops: surplus copies deleted.
-        surplus: number of copies in locations where they do not belong.
-        due_in_s: seconds until the surplus copies may be deleted.
-    """
-
-    table: LocationTable | None
-    was: LocationTable | None
-    committed: bool = False
-    copies: Replication = field(default_factory=Replication)
-    drops: Drops = field(default_factory=Drops)
-    surplus: int = 0
-    due_in_s: int = 0
+    table: LocationTable | None  # current table; None if the root has none
+    was: LocationTable | None  # table before the call; None if there was none
+    committed: bool = False  # True if this call committed the table
+    copies: Replication = field(default_factory=Replication)  # copies made
+    drops: Drops = field(default_factory=Drops)  # surplus copies deleted
+    surplus: int = 0  # number of copies in locations where they do not belong
+    due_in_s: int = 0  # seconds until the surplus copies may be deleted
 
     @property
     def exit_code(self) -> ExitCode:

@@ -45,35 +45,22 @@ _SCALE_BITS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class NeededObject:
-    """An object that a version needs.
+    """An object that a version needs."""
 
-    Attributes:
-        name: name of the object in a store.
-        size: size in bytes; None if no page has it.
-        where: names of the locations that the object belongs in, the root first.
-        is_critical: True for metadata and shards with critical strata: a commit in hybrid mode waits for their copies.
-    """
-
-    name: str
-    size: int | None
-    where: tuple[str, ...]
+    name: str  # name of the object in a store
+    size: int | None  # size in bytes; None if no page has it
+    where: tuple[str, ...]  # names of the locations that the object belongs in, the root first
+    # True for metadata and shards with critical strata: a commit in hybrid mode waits for their copies
     is_critical: bool
 
 
 class Copy(NamedTuple):
-    """A copy of an object in a location that it belongs in.
+    """A copy of an object in a location that it belongs in."""
 
-    Attributes:
-        location: name of the location.
-        name: name of the object.
-        size: size in bytes; None if unknown.
-        state: result of its check, see `CheckResult`; "" before the check.
-    """
-
-    location: str
-    name: str
-    size: int | None
-    state: str = ""
+    location: str  # name of the location
+    name: str  # name of the object
+    size: int | None  # size in bytes; None if unknown
+    state: str = ""  # result of its check, see `CheckResult`; "" before the check
 
     @property
     def is_bad(self) -> bool:
@@ -249,32 +236,20 @@ _QUESTIONS: Final = 16
 
 @dataclass(slots=True)
 class Holding:
-    """State of one location, the copies made there by a call, and the copies that it lacks.
+    """State of one location, the copies made there by a call, and the copies that it lacks."""
 
-    Attributes:
-        name: name of the location.
-        url: URL of the location.
-        domain: failure domain.
-        state: "ok"; "unreachable"; "unprepared": empty or not mounted; "foreign": another dataset; "failed": copies
-            could not be put; "new": not yet prepared, in a dry run.
-        problem: error message, or "".
-        copied: number of objects copied to it.
-        copied_bytes: bytes of those objects.
-        commits: number of log entries copied to it.
-        lag: number of objects that belong there and are missing.
-        lag_bytes: bytes of those objects.
-    """
-
-    name: str
-    url: str
-    domain: str
+    name: str  # name of the location
+    url: str  # URL of the location
+    domain: str  # failure domain
+    # "ok"; "unreachable"; "unprepared": empty or not mounted; "foreign": another dataset; "failed": copies
+    # could not be put; "new": not yet prepared, in a dry run
     state: str = "ok"
-    problem: str = ""
-    copied: int = 0
-    copied_bytes: int = 0
-    commits: int = 0
-    lag: int = 0
-    lag_bytes: int = 0
+    problem: str = ""  # error message, or ""
+    copied: int = 0  # number of objects copied to it
+    copied_bytes: int = 0  # bytes of those objects
+    commits: int = 0  # number of log entries copied to it
+    lag: int = 0  # number of objects that belong there and are missing
+    lag_bytes: int = 0  # bytes of those objects
 
 
 class Holdings:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardkit.copies.documents import HealedCopy, UncheckedCopy
-from shardkit.copies.mirroring import log_conflicts, mirror_documents, mirror_log
 from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import (
     LARGE,
@@ -26,7 +25,7 @@ from shardkit.copies.placement import (
     find_needed,
     look,
 )
-from shardkit.copies.repair import finish, replace_copies
+from shardkit.copies.repair import finish, log_conflicts, mirror_documents, mirror_log, replace_copies
 from shardkit.copies.walk import CheckSettings, CopyWalk
 from shardkit.errors import (
     IntegrityError,
@@ -85,26 +84,17 @@ def copy_task(
 
 @dataclass(slots=True)
 class Replication:
-    """The result of `replicate`.
+    """The result of `replicate`."""
 
-    Attributes:
-        lag_before: bytes of missing copies at the start.
-        lag_after: bytes of missing copies at the end.
-        objects: number of missing copies at the start.
-        locations: states of the locations, in the order of the table.
-        lost: names of objects without a good copy in any location.
-        dry_run: True if no copies were made.
-        healed: repaired copies and documents.
-        unchecked: copies that could not be checked or written.
-    """
-
-    lag_before: int = 0
-    lag_after: int = 0
-    objects: int = 0
+    lag_before: int = 0  # bytes of missing copies at the start
+    lag_after: int = 0  # bytes of missing copies at the end
+    objects: int = 0  # number of missing copies at the start
+    # states of the locations, in the order of the table
     locations: list[Holding] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    dry_run: bool = False
-    healed: list[HealedCopy] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # names of objects without a good copy in any location
+    dry_run: bool = False  # True if no copies were made
+    healed: list[HealedCopy] = field(default_factory=list)  # repaired copies and documents
+    # copies that could not be checked or written
     unchecked: list[UncheckedCopy] = field(default_factory=list)
 
     @classmethod

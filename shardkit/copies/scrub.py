@@ -9,7 +9,7 @@ from typing import Final
 
 from shardkit.copies.documents import UncheckedCopy
 from shardkit.copies.placement import Copy
-from shardkit.copies.repair import finish, replace_copies
+from shardkit.copies.repair import finish, healing_walk, replace_copies
 from shardkit.copies.walk import CheckSettings, CopyWalk, Repair
 from shardkit.documents import utc_text
 from shardkit.errors import UsageError
@@ -22,25 +22,16 @@ _AHEAD: Final = 4  # checks submitted per job at a time: few, so that a scrub en
 
 @dataclass
 class ScrubbedLocation:
-    """Results of one location.
+    """Results of one location."""
 
-    Attributes:
-        copies: number of copies that belong in the location.
-        checked: number of copies that this call checked.
-        stored: number of copies checked by the store's own checksum, without reading a byte.
-        read_bytes: bytes read to check the remaining copies.
-        bad: object name → "wrong" or "missing".
-        not_due: number of copies that were checked recently.
-        oldest: time of the oldest check among copies that this call did not check; "" if one was never checked, None
-            if this call checked all of them.
-    """
-
-    copies: int = 0
-    checked: int = 0
-    stored: int = 0
-    read_bytes: int = 0
-    bad: dict[str, str] = field(default_factory=dict)
-    not_due: int = 0
+    copies: int = 0  # number of copies that belong in the location
+    checked: int = 0  # number of copies that this call checked
+    stored: int = 0  # number of copies checked by the store's own checksum, without reading a byte
+    read_bytes: int = 0  # bytes read to check the remaining copies
+    bad: dict[str, str] = field(default_factory=dict)  # object name → "wrong" or "missing"
+    not_due: int = 0  # number of copies that were checked recently
+    # time of the oldest check among copies that this call did not check; "" if one was never checked, None if
+    # this call checked all of them
     oldest: str | None = None
 
     def count(self, copy: Copy, result: CheckResult) -> None:
@@ -58,22 +49,14 @@ class ScrubbedLocation:
 
 @dataclass
 class Scrub:
-    """The result of a scrub.
+    """The result of a scrub."""
 
-    Attributes:
-        url: URL of the root.
-        locations: location name → its results.
-        remaining: number of due copies that were not checked because the time was up.
-        unchecked: copies that could not be checked.
-        repair: result of the repair of bad copies; None without `heal`.
-        lost: name of a manifest or page without a good copy → the reason.
-    """
-
-    url: str
-    locations: dict[str, ScrubbedLocation] = field(default_factory=dict)
-    remaining: int = 0
-    unchecked: list[UncheckedCopy] = field(default_factory=list)
-    repair: Repair | None = None
+    url: str  # URL of the root
+    locations: dict[str, ScrubbedLocation] = field(default_factory=dict)  # location name → its results
+    remaining: int = 0  # number of due copies that were not checked because the time was up
+    unchecked: list[UncheckedCopy] = field(default_factory=list)  # copies that could not be checked
+    repair: Repair | None = None  # result of the repair of bad copies; None without `heal`
+    # name of a manifest or page without a good copy → the reason
     lost: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -126,7 +109,12 @@ def scrub(
         UsageError: A location of `only` is unknown.
     """
     started, settings = clock(), settings or CheckSettings()
-    with CopyWalk(url, "scrub", depth, settings, heal=heal) as walk:
+    opened = (
+        healing_walk(url, "scrub", depth, settings)
+        if heal
+        else CopyWalk(url, "scrub", depth, settings, heal=False)
+    )
+    with opened as walk:
         fixed = walk.done
         unknown = sorted(set(only) - walk.locations.keys() - walk.absent.keys())
         if unknown:

@@ -29,25 +29,15 @@ _RESTORE_ADOPTED = "put the file back as it was when it was adopted, or adopt it
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One error found by a check, or one object that could not be checked.
+    """One error found by a check, or one object that could not be checked."""
 
-    Attributes:
-        name: name of the object in its store.
-        expected: value in the manifest, page or log.
-        got: value found.
-        action: the user's next step.
-        blocks: numbers of the damaged blocks of a shard, if they could be identified.
-        rows: number of lost samples; 0 for objects other than shards.
-        is_damage: False if the store did not answer, so that the state of the object is unknown.
-    """
-
-    name: str
-    expected: str
-    got: str
-    action: str
-    blocks: tuple[int, ...] = ()
-    rows: int = 0
-    is_damage: bool = True
+    name: str  # name of the object in its store
+    expected: str  # value in the manifest, page or log
+    got: str  # value found
+    action: str  # the user's next step
+    blocks: tuple[int, ...] = ()  # numbers of the damaged blocks of a shard, if they could be identified
+    rows: int = 0  # number of lost samples; 0 for objects other than shards
+    is_damage: bool = True  # False if the store did not answer, so that the state of the object is unknown
 
 
 @dataclass(frozen=True, slots=True)

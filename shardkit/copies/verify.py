@@ -27,7 +27,7 @@ from math import ceil
 
 import numpy as np
 
-from shardkit.copies.mirroring import log_conflicts
+from shardkit.copies.repair import log_conflicts
 from shardkit.copies.shard_checks import LEVELS, Finding, Level, ShardCheck, failed_finding, finding_of
 from shardkit.documents import sha256_digest, utc_text
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
@@ -68,33 +68,19 @@ from shardkit.stores.store import Store, object_name, root_store
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`.
+    """The result of `verify`."""
 
-    Attributes:
-        url: URL of the repository.
-        level: level of the checks.
-        versions: name (ref, tag or manifest id) → manifest id, of the checked versions.
-        entries: number of log entries read.
-        objects: number of manifests, pages, shards, indexes and selections checked.
-        shards: number of distinct shards of the versions.
-        shards_seen: number of shards checked; smaller than `shards` if they were sampled.
-        stored_bytes: bytes of the shards that were read.
-        seed: seed of the sample of shards; the same seed selects the same shards.
-        damaged: findings of damage.
-        unknown: findings of objects that could not be checked.
-    """
-
-    url: str
-    level: Level
-    versions: dict[str, str]
-    entries: int
-    objects: int
-    shards: int
-    shards_seen: int
-    stored_bytes: int
-    seed: str
-    damaged: tuple[Finding, ...]
-    unknown: tuple[Finding, ...]
+    url: str  # URL of the repository
+    level: Level  # level of the checks
+    versions: dict[str, str]  # name (ref, tag or manifest id) → manifest id, of the checked versions
+    entries: int  # number of log entries read
+    objects: int  # number of manifests, pages, shards, indexes and selections checked
+    shards: int  # number of distinct shards of the versions
+    shards_seen: int  # number of shards checked; smaller than `shards` if they were sampled
+    stored_bytes: int  # bytes of the shards that were read
+    seed: str  # seed of the sample of shards; the same seed selects the same shards
+    damaged: tuple[Finding, ...]  # findings of damage
+    unknown: tuple[Finding, ...]  # findings of objects that could not be checked
 
     @property
     def exit_code(self) -> ExitCode:

@@ -23,7 +23,6 @@ from shardkit.copies.documents import (
     check_documents,
     merged_names,
 )
-from shardkit.copies.mirroring import restore_lost_root
 from shardkit.copies.placement import Copy, NeededObject, add_needed, list_copies, needed_of, placement
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.exit_codes import ExitCode
@@ -69,48 +68,28 @@ CheckAll = Callable[[Iterable[tuple[int, CopyCheck]]], Iterator[tuple[int, Check
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings:
-    """How copies are checked.
+    """How copies are checked."""
 
-    Attributes:
-        locations: further copies that the root's table does not name.
-        pace: rate limit and schedule.
-        jobs: number of copies checked at once.
-        check_all: replaces the threads of this process.
-        report: called with progress.
-    """
-
-    locations: Sequence[LocationRecord] = ()
-    pace: RateLimiter = field(default_factory=RateLimiter)
-    jobs: int = 4
-    check_all: CheckAll | None = None
-    report: CheckProgress | None = None
+    locations: Sequence[LocationRecord] = ()  # further copies that the root's table does not name
+    pace: RateLimiter = field(default_factory=RateLimiter)  # rate limit and schedule
+    jobs: int = 4  # number of copies checked at once
+    check_all: CheckAll | None = None  # replaces the threads of this process
+    report: CheckProgress | None = None  # called with progress
 
 
 @dataclass
 class Repair:
-    """The result of a repair.
+    """The result of a repair."""
 
-    Attributes:
-        url: URL of the root.
-        level: level of the checks; "attested" if only copies attested as bad were checked.
-        versions: manifest ids of the versions.
-        copies: number of copies checked.
-        read_bytes: bytes read to check them.
-        healed: copies and documents that are good again.
-        lost: objects without a good copy in any location.
-        unchecked: copies that could not be read or written.
-        encoded: number of parity sets that had no parity and got it.
-    """
-
-    url: str
-    level: str
-    versions: list[str] = field(default_factory=list)
-    copies: int = 0
-    read_bytes: int = 0
-    healed: list[HealedCopy] = field(default_factory=list)
-    lost: list[LostObject] = field(default_factory=list)
-    unchecked: list[UncheckedCopy] = field(default_factory=list)
-    encoded: int = 0
+    url: str  # URL of the root
+    level: str  # level of the checks; "attested" if only copies attested as bad were checked
+    versions: list[str] = field(default_factory=list)  # manifest ids of the versions
+    copies: int = 0  # number of copies checked
+    read_bytes: int = 0  # bytes read to check them
+    healed: list[HealedCopy] = field(default_factory=list)  # copies and documents that are good again
+    lost: list[LostObject] = field(default_factory=list)  # objects without a good copy in any location
+    unchecked: list[UncheckedCopy] = field(default_factory=list)  # copies that could not be read or written
+    encoded: int = 0  # number of parity sets that had no parity and got it
 
     @property
     def exit_code(self) -> ExitCode:
@@ -137,6 +116,7 @@ class CopyWalk:
         level: level of the checks, for the result.
         settings: how copies are checked.
         heal: False: repair nothing.
+        restored: documents that the caller has copied to a lost root.
 
     Attributes:
         documents: result of the check of documents that no manifest names.
@@ -161,16 +141,17 @@ class CopyWalk:
         settings: CheckSettings | None = None,
         *,
         heal: bool = True,
+        restored: Sequence[HealedCopy] = (),
     ) -> None:
         self._url, self._by, self._level, self._heal = url, by, level, heal
+        self._restored = restored
         self._settings = settings or CheckSettings()
         self.pace, self.report = self._settings.pace, self._settings.report
 
     def __enter__(self) -> CopyWalk:
         url, more, heal = self._url, self._settings.locations, self._heal
-        restored = restore_lost_root(open_store(url), more) if heal else []
         self.documents = check_documents(open_store(url), more)
-        healed = [*restored, *(self.documents.heal_root() if heal else [])]
+        healed = [*self._restored, *(self.documents.heal_root() if heal else [])]
         self.repository = Repository.open(url)
         self.absent = self.documents.absent
         self.done = Repair(self.repository.url, self._level, healed=healed)

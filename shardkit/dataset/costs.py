@@ -13,13 +13,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.expressions import CostFormula, Term, names_of
+from shardkit.dataset.expressions import CostFormula, Term
 from shardkit.dataset.samples import Samples
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats import Schema
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.manifest import CostPiece, RowCosts, ShardTable
 from shardkit.plan import Costs, encode_costs
+from shardkit.ranges import names_of
 from shardkit.reading.blocks import BlockReader, RowMap
 from shardkit.repository.repository import Repository
 
@@ -35,7 +36,7 @@ _READERS: Final = 8
 
 def parse_costs(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
     """Return expressions in canonical form, sorted and without duplicates."""
-    texts = names_of(text, "cost") if not isinstance(text, str) else [text] if text else []
+    texts = [text] if isinstance(text, str) else names_of(text, "cost")
     return tuple(sorted({CostFormula(one, schema).canonical for one in texts}))
 
 

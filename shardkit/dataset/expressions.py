@@ -17,7 +17,6 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,31 +64,6 @@ def without_spaces(text: str) -> str:
     """Return an expression without spaces, except those in backticks and string literals."""
     parts = _QUOTED.split(text)
     return "".join(part if place % 3 else "".join(part.split()) for place, part in enumerate(parts) if part)
-
-
-def names_of(value: object, what: str) -> list[str]:
-    """Return the names of a text as `split_names` does, or of a list of texts.
-
-    Raises:
-        UsageError: The value is neither; ``what`` names it.
-    """
-    if isinstance(value, str):
-        return split_names(value)
-    names: list[Any] = list(value) if isinstance(value, list | tuple | AbstractSet | Mapping) else [value]
-    if not all(isinstance(name, str) for name in names):
-        raise UsageError(f"{what}={shown(value)}: a name or a list of names is expected")
-    return names
-
-
-def split_names(text: str) -> list[str]:
-    """Return the names of ``a,b,"c, d"``: a name with a comma is quoted, as in CSV."""
-    import csv  # slow to import, and rarely needed
-
-    try:
-        names = next(csv.reader([text], skipinitialspace=True, strict=True), [])
-    except csv.Error as error:
-        raise UsageError(f'{text!r}: {error}; expected names such as a,b,"c, d"') from None
-    return list(map(str.strip, names))
 
 
 Mask = NDArray[np.bool_]

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.costs import cut_pieces
-from shardkit.dataset.expressions import names_of
 from shardkit.errors import AbsentError, FormatError, NotFoundError, UsageError
 from shardkit.formats import FieldType, Schema, VariableColumn, pack_columns, unpack_columns
 from shardkit.manifest import Lookup, LookupPiece, ShardTable
+from shardkit.ranges import names_of
 from shardkit.reading.blocks import BlockReader
 from shardkit.repository.repository import Repository
 

@@ -11,14 +11,13 @@ from typing import Any, NoReturn, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.expressions import names_of
 from shardkit.dataset.sample_view import Sample, SampleList
 from shardkit.errors import MissingDependency, PlanError, SampleIndexError, ShardkitError, UsageError
 from shardkit.formats import Block, Schema
 from shardkit.manifest import Manifest, Selection, ShardTable
 from shardkit.plan import Population
 from shardkit.plan.permutation import Feistel, derive
-from shardkit.ranges import Range
+from shardkit.ranges import Range, names_of
 from shardkit.reading.blocks import BlockReader, RowMap, VerifySetting
 from shardkit.repository.versions import Version
 

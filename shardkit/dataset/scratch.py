@@ -33,7 +33,7 @@ from shardkit.dataset.encoding import (
 )
 from shardkit.dataset.layout import RowTable, order_keys
 from shardkit.dataset.scratch_reading import (
-    Batches,
+    BATCH,
     MemoryPart,
     PartFiles,
     Parts,
@@ -59,6 +59,7 @@ _FLUSH_ROWS, _FLUSH_BYTES = 4096, 2**20  # rows added singly become a record bat
 _KIND = "scratch-rows"
 _MARK = "mark_"
 _BATCH = "batch_"
+_OF_BATCH = ("offset", "length", "check")  # stored; a spool has one part
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -93,7 +94,7 @@ class Rows(RowTable):
             **{name: getattr(self, name) for name in ("stratum", "raw_bytes", "split")},
             "generated": self.generated.view(np.uint8),
             **{name: getattr(self.records, name) for name in ("batch", "row")},
-            **{_BATCH + name: getattr(self.records.batches, name) for name in ("offset", "length", "check")},
+            **{_BATCH + name: self.records.batches[name] for name in _OF_BATCH},
             **{_MARK + name: column for name, column in self.marks.items()},
         }
         strata = [list(values) for values in self.strata]
@@ -104,6 +105,9 @@ class Rows(RowTable):
         """Return the arguments of `to_bytes`."""
         columns = unpack_columns(data, _KIND)
         arrays = columns.arrays
+        batches = np.zeros(len(arrays[_BATCH + _OF_BATCH[0]]), BATCH)
+        for name in _OF_BATCH:
+            batches[name] = arrays[_BATCH + name]
         rows = cls(
             identity=np.stack([arrays["identity_high"], arrays["identity_low"]], axis=1),
             stratum=arrays["stratum"],
@@ -111,11 +115,7 @@ class Rows(RowTable):
             strata=tuple(tuple(values) for values in columns.meta["strata"]),
             split=arrays["split"],
             generated=arrays["generated"].view(np.bool_),
-            records=Records(
-                arrays["batch"],
-                arrays["row"],
-                Batches.of_part(*(arrays[_BATCH + name] for name in ("offset", "length", "check"))),
-            ),
+            records=Records(arrays["batch"], arrays["row"], batches),
             marks={n.removeprefix(_MARK): column for n, column in arrays.items() if n.startswith(_MARK)},
         )
         return rows, columns.meta["part"]
@@ -239,7 +239,7 @@ class RowSpool:
         self._rows_bytes = 0
         self._run: list[Any] = []  # record batches
         self._run_bytes = 0
-        self._batches = (array("q"), array("q"), array("Q"))  # offset, length, check
+        self._batches: list[tuple[int, int, int, int]] = []  # part, offset, length, check; see `BATCH`
         self._broken = False
         self._file: ScratchFile | None = None
         self._part: Parts | None = None
@@ -247,7 +247,7 @@ class RowSpool:
     def __len__(self) -> int:
         return len(self._columns["stratum"])
 
-    def append(self, row: EncodedRow, identity: tuple[int, int], marks: Sequence[int] = ()) -> None:
+    def append(self, row: EncodedRow, identity: tuple[int, int]) -> None:
         """Add a row; ``identity`` is used if `EncodedRow.identity` is None."""
         size = sum(map(len, row.payloads))
         if self.folder:
@@ -261,8 +261,6 @@ class RowSpool:
         columns["raw_bytes"].append(row.raw_bytes)
         columns["stratum"].append(self._strata.setdefault(row.stratum, len(self._strata)))
         columns["generated"].append(row.key is None)
-        for column, mark in zip(self._marks.values(), marks, strict=True):
-            column.append(mark)
 
     def append_rows(self, rows: EncodedRows) -> None:
         """Add rows that were encoded together."""
@@ -317,14 +315,10 @@ class RowSpool:
         }
         if not self.folder:  # counted only
             found |= {name: np.zeros(len(self), np.int32) for name in ("batch", "row")}
-        offset, length, check = self._batches
-        batches = Batches.of_part(
-            np.array(offset, np.int64), np.array(length, np.int64), np.array(check, np.uint64)
-        )
         return Rows(
             identity=np.stack([found["identity_high"], found["identity_low"]], axis=1),
             strata=tuple(self._strata),
-            records=Records(found["batch"], found["row"], batches),
+            records=Records(found["batch"], found["row"], np.array(self._batches, BATCH)),
             marks={name: np.array(column, np.uint64) for name, column in self._marks.items()},
             **{name: found[name] for name in ("stratum", "raw_bytes", "split", "generated")},
         )
@@ -390,11 +384,8 @@ class RowSpool:
             )
             message = memoryview(piece.serialize())
             places = order[start:stop]
-            number[places], row[places] = len(self._batches[0]), np.arange(stop - start)
-            for column, value in zip(
-                self._batches, (offset, len(message), xxhash.xxh3_64_intdigest(message)), strict=True
-            ):
-                column.append(value)
+            number[places], row[places] = len(self._batches), np.arange(stop - start)
+            self._batches.append((0, offset, len(message), xxhash.xxh3_64_intdigest(message)))
             offset += len(message)
             yield message
         self._columns["batch"].frombytes(number.tobytes())

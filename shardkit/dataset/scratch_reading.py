@@ -13,7 +13,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -31,27 +31,13 @@ _CHECK_BYTES = 8  # size of the XXH3-64 in front of a record of finished work
 _MAX_OPEN = 128
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batches:
-    """Record batches in scratch, one entry per batch."""
-
-    part: NDArray[np.int32]
-    offset: NDArray[np.int64]  # in the part
-    length: NDArray[np.int64]  # bytes of the message
-    check: NDArray[np.uint64]  # XXH3-64 of the message
-
-    @classmethod
-    def of_part(
-        cls, offset: NDArray[np.int64], length: NDArray[np.int64], check: NDArray[np.uint64]
-    ) -> Batches:
-        """Return the batches of a single part, which has number 0."""
-        return cls(np.zeros(len(offset), np.int32), offset, length, check)
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-    def __getitem__(self, places: NDArray[Any]) -> Batches:
-        return Batches(self.part[places], self.offset[places], self.length[places], self.check[places])
+BATCH: Final = np.dtype([
+    ("part", np.int32),  # number of the part
+    ("offset", np.int64),  # in the part
+    ("length", np.int64),  # bytes of the message
+    ("check", np.uint64),  # XXH3-64 of the message
+])  # fmt: skip
+"""A record batch in scratch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,25 +46,18 @@ class Records:
 
     batch: NDArray[np.int32]  # index into `batches`
     row: NDArray[np.int32]
-    batches: Batches
+    batches: NDArray[np.void]  # (m,) of `BATCH`
 
     @classmethod
     def join(cls, parts: Sequence[Records]) -> Records:
         """Return the records of parts, one after the other; the parts are numbered in this order."""
-        if not parts:
-            none = np.zeros(0, np.int64)
-            batches = Batches.of_part(none, none, none.astype(np.uint64))
-            return cls(none.astype(np.int32), none.astype(np.int32), batches)
+        none = np.zeros(0, np.int32)
         before = np.cumsum([0, *(len(part.batches) for part in parts)])
-        joined = (
-            np.concatenate([getattr(part.batches, name) for part in parts])
-            for name in ("offset", "length", "check")
-        )
-        number = np.repeat(np.arange(len(parts), dtype=np.int32), np.diff(before))
-        batch = np.concatenate(
-            [part.batch + np.int32(start) for part, start in zip(parts, before.tolist(), strict=False)]
-        )
-        return cls(batch, np.concatenate([part.row for part in parts]), Batches(number, *joined))
+        batch = [part.batch + np.int32(start) for part, start in zip(parts, before.tolist(), strict=False)]
+        batches = np.concatenate([np.zeros(0, BATCH), *(part.batches for part in parts)])
+        batches["part"] = np.repeat(np.arange(len(parts)), np.diff(before))
+        rows = [part.row for part in parts]
+        return cls(np.concatenate([none, *batch]), np.concatenate([none, *rows]), batches)
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -89,13 +68,13 @@ class Records:
     def only(self, places: NDArray[np.int64]) -> Records:
         """Return some of the records with only the batches that they need, to be sent to another process."""
         used, batch = np.unique(self.batch[places], return_inverse=True)
-        batches = self.batches if not len(self.batches) else self.batches[used]
+        batches = self.batches[used] if len(self.batches) else self.batches
         return Records(batch.astype(np.int32), self.row[places], batches)
 
     @property
     def identity(self) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
         """Arrays that are equal only if the records hold the same bytes in the same order."""
-        checks = self.batches.check
+        checks = self.batches["check"]
         return (checks[self.batch] if len(checks) else np.zeros(len(self), np.uint64)), self.row
 
 
@@ -254,19 +233,21 @@ class ScratchReader:
         places = (first[batch] + records.row).astype(np.int64, copy=False)
         return SpooledRows(self._schema, joined_batch(held, self._arrow), places, ordinal)
 
-    def _messages(self, batches: Batches, records: Records, ordinal: NDArray[np.int64]) -> list[memoryview]:
-        total = int(batches.length.sum())
+    def _messages(
+        self, batches: NDArray[np.void], records: Records, ordinal: NDArray[np.int64]
+    ) -> list[memoryview]:
+        total = int(batches["length"].sum())
         if len(self._buffer) < total:
             self._buffer = np.empty(0, np.uint8)  # frees the old buffer before the new one is allocated
             self._buffer = np.empty(total, np.uint8)
         view = self._buffer.data
-        stops = np.cumsum(batches.length)
-        starts = stops - batches.length
+        stops = np.cumsum(batches["length"])
+        starts = stops - batches["length"]
         for first, last in _neighbours(batches):
             span = slice(int(starts[first]), int(stops[last - 1]))
-            self._parts.read_into(int(batches.part[first]), int(batches.offset[first]), view[span])
+            self._parts.read_into(int(batches["part"][first]), int(batches["offset"][first]), view[span])
         messages = [view[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
-        for place, (message, check) in enumerate(zip(messages, batches.check.tolist(), strict=True)):
+        for place, (message, check) in enumerate(zip(messages, batches["check"].tolist(), strict=True)):
             if xxhash.xxh3_64_intdigest(message) != check:
                 used = np.unique(records.batch)
                 row = int(ordinal[np.flatnonzero(records.batch == used[place])[0]])
@@ -277,10 +258,10 @@ class ScratchReader:
         return messages
 
 
-def _neighbours(batches: Batches) -> Iterator[tuple[int, int]]:
+def _neighbours(batches: NDArray[np.void]) -> Iterator[tuple[int, int]]:
     """Yield (first, last) of adjacent batches, to read at once; batches are sorted by part and offset."""
-    ends = batches.offset + batches.length
-    apart = (batches.part[1:] != batches.part[:-1]) | (batches.offset[1:] != ends[:-1])
+    ends = batches["offset"] + batches["length"]
+    apart = (batches["part"][1:] != batches["part"][:-1]) | (batches["offset"][1:] != ends[:-1])
     borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(batches)]
     yield from (pair for pair in itertools.pairwise(borders) if pair[0] < pair[1])
 

@@ -149,7 +149,7 @@ def _encoded_together(
 def _num_runs(rows: ShardRows) -> int:
     """Return an upper bound of the number of scratch runs that hold the rows."""
     batches = rows.records.batches
-    part, offset = batches.part.astype(np.int64), batches.offset
+    part, offset = batches["part"].astype(np.int64), batches["offset"]
     # not `np.unique`: its first call imports numpy's masked arrays
     runs = np.sort((part << 32) + offset // MIN_RUN_BYTES)
     return int(np.count_nonzero(np.diff(runs, prepend=-1)))

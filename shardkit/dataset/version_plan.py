@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from shardkit.dataset.about import About, check_strata, given_about
 from shardkit.dataset.costs import parse_costs
 from shardkit.dataset.encoding import RowEncoder, key_identity
-from shardkit.dataset.expressions import names_of
 from shardkit.dataset.layout import (
     BLOCK_BYTES,
     Layout,
@@ -35,7 +34,7 @@ from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import ConfigurationError, SampleError, UsageError
 from shardkit.formats import FieldType, Schema, ShardIndex, generated_key, normalise_compression
 from shardkit.manifest import POOL, Manifest, Stratum
-from shardkit.ranges import parse_size
+from shardkit.ranges import names_of, parse_size
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest
 
@@ -185,8 +184,8 @@ class VersionSettings:
             split=self._split(folders, ref),
             recipe=dict(recipe),
             about=None if self.about is None else given_about(self.about),
-            lookups=parse_lookup(self.lookup, schema),
-            costs=parse_costs(self.cost, schema),
+            lookups=parse_lookup(self.lookup, schema) if self.lookup else (),
+            costs=parse_costs(self.cost, schema) if self.cost else (),
         )
 
     def _split(self, folders: Mapping[str, str], ref: str) -> Split | None:

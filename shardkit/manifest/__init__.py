@@ -3,7 +3,7 @@
 This package does no I/O: it converts bytes to columns and back. SPEC.md defines the bytes and gives the reasons.
 """
 
-from shardkit.manifest.composition import check_alignment, compose, extend, merge
+from shardkit.manifest.composition import compose, extend, merge
 from shardkit.manifest.manifest import (
     MAX_MANIFEST_BYTES,
     MIXED,
@@ -22,6 +22,7 @@ from shardkit.manifest.shard_table import (
     ShardRecord,
     ShardTable,
     check_against,
+    check_alignment,
     pack_page,
     paginate,
     stratum_counts,

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
-from shardkit.errors import FormatError, SchemaError, UsageError
+from shardkit.errors import SchemaError, UsageError
 from shardkit.formats.schema import Schema
 from shardkit.manifest.manifest import MIXED, Manifest, Stratum
 from shardkit.manifest.shard_table import ShardTable, paginate, stratum_counts
@@ -155,30 +154,6 @@ def extend(
         build={**manifest.build, **(build or {})},
     )
     return Manifest.from_bytes(extended.to_bytes())  # do not write a manifest that readers reject
-
-
-def check_alignment(
-    manifest: Manifest, table: ShardTable, added: Sequence[tuple[Manifest, ShardTable]]
-) -> None:
-    """Check that added fields are aligned with the rows of a version, and that the schema lists them last.
-
-    Raises:
-        FormatError: Shards, segments or blocks of an added version have other rows, or the schema differs.
-    """
-    fields = [field for other, _ in added for field in other.schema.items()]
-    if fields and list(manifest.schema.items())[-len(fields) :] != fields:
-        raise FormatError(
-            f"manifest {manifest.id}: its schema does not end in its added fields; do not trust it"
-        )
-    for other, columns in added:
-        if other.parts or other.added or other.selected != other.rows:
-            raise FormatError(f"manifest {other.id}: no version of added fields; do not trust {manifest.id}")
-        for name in ("rows", "block_rows", "segment_shard", "segment_stratum", "segment_rows"):
-            if not np.array_equal(getattr(table, name), getattr(columns, name)):
-                raise FormatError(
-                    f"manifest {other.id}: its column {name} is not that of {manifest.id}, whose fields it adds; do "
-                    "not trust it"
-                )
 
 
 def _one(values: Sequence[str]) -> str:

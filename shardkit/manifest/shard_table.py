@@ -412,3 +412,27 @@ def stratum_counts(table: ShardTable, strata: int) -> tuple[NDArray[np.int64], N
 
 def _contradict(manifest: Manifest, why: str) -> None:
     raise FormatError(f"manifest {manifest.id} and its pages contradict each other: {why}; do not trust it")
+
+
+def check_alignment(
+    manifest: Manifest, table: ShardTable, added: Sequence[tuple[Manifest, ShardTable]]
+) -> None:
+    """Check that added fields are aligned with the rows of a version, and that the schema lists them last.
+
+    Raises:
+        FormatError: Shards, segments or blocks of an added version have other rows, or the schema differs.
+    """
+    fields = [field for other, _ in added for field in other.schema.items()]
+    if fields and list(manifest.schema.items())[-len(fields) :] != fields:
+        raise FormatError(
+            f"manifest {manifest.id}: its schema does not end in its added fields; do not trust it"
+        )
+    for other, columns in added:
+        if other.parts or other.added or other.selected != other.rows:
+            raise FormatError(f"manifest {other.id}: no version of added fields; do not trust {manifest.id}")
+        for name in ("rows", "block_rows", "segment_shard", "segment_stratum", "segment_rows"):
+            if not np.array_equal(getattr(table, name), getattr(columns, name)):
+                raise FormatError(
+                    f"manifest {other.id}: its column {name} is not that of {manifest.id}, whose fields it adds; do "
+                    "not trust it"
+                )

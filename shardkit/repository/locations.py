@@ -65,21 +65,14 @@ COPY_NAME: Final = "shardkit-copy.json"
 
 @dataclass(frozen=True, slots=True)
 class LocationRecord:
-    """A location in a table.
+    """A location in a table."""
 
-    Attributes:
-        name: short unique name, used in attestations, events and tables.
-        url: URL or absolute path of the copy; for ``root``, the root's URL when the table was written.
-        domain: failure domain: locations of one domain fail together. The default is the location's name.
-        rank: order of reads: the location with the lowest rank is read first.
-        weight: share of the objects, relative to the weights of other locations. A location of weight 0 gets no
-            objects, and its objects are moved to other locations.
-    """
-
-    name: str
-    url: str
-    domain: str
-    rank: int = 1
+    name: str  # short unique name, used in attestations, events and tables
+    url: str  # URL or absolute path of the copy; for ``root``, the root's URL when the table was written
+    domain: str  # failure domain: locations of one domain fail together. The default is the location's name.
+    rank: int = 1  # order of reads: the location with the lowest rank is read first
+    # share of the objects, relative to the weights of other locations. A location of weight 0 gets no
+    # objects, and its objects are moved to other locations.
     weight: int = 100
 
     def __post_init__(self) -> None:
@@ -115,15 +108,10 @@ class LocationRecord:
 
 
 class LocationTable(NumberedDocument, frozen=True, kw_only=True, tag="shardkit-location-table/1"):
-    """Locations and policy of a root. The `previous` of the first table is empty.
+    """Locations and policy of a root. The `previous` of the first table is empty."""
 
-    Attributes:
-        policy: number of copies, parity and scrubs.
-        locations: all locations; the first is the root.
-    """
-
-    policy: Policy
-    locations: tuple[LocationRecord, ...]
+    policy: Policy  # number of copies, parity and scrubs
+    locations: tuple[LocationRecord, ...]  # all locations; the first is the root
 
     def __post_init__(self) -> None:
         names, urls = [one.name for one in self.locations], [one.url for one in self.locations]
@@ -419,7 +407,8 @@ def identity_of_copies(store: Store, error: NotFoundError | IntegrityError, *, a
     if isinstance(error, IntegrityError):
         raise error
     check_root_is_not_lost(store)
-    endpoint = endpoint_of(scheme_of(store.url) or "")
+    scheme = scheme_of(store.url)
+    endpoint = endpoint_of(scheme) if scheme else ""
     raise NotFoundError(
         f"no dataset at {store.url}{endpoint}: expected {IDENTITY_NAME} in it; check the path, or run: "
         f"shardkit build; if it was lost and has a copy, run: shardkit repair {store.url} --location NAME=COPY"

@@ -82,17 +82,12 @@ Document_co = TypeVar("Document_co", bound=NumberedDocument, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Document_co]):
-    """A folder of numbered documents.
+    """A folder of numbered documents."""
 
-    Attributes:
-        prefix: folder, with a slash at the end.
-        parse: function of (bytes, name for messages) that returns the document.
-        max_bytes: maximum size of a document.
-    """
-
-    prefix: str
+    prefix: str  # folder, with a slash at the end
+    # function of (bytes, name for messages) that returns the document
     parse: Callable[[bytes, str], Document_co]
-    max_bytes: int
+    max_bytes: int  # maximum size of a document
 
     def name(self, number: int) -> str:
         """Return ``<prefix><20 digits>.json``: names sort in the order of the numbers."""
@@ -164,17 +159,11 @@ _Names = Annotated[
 
 
 class Deletion(Record, frozen=True):
-    """The newest deletion of garbage that the log announced.
+    """The newest deletion of garbage that the log announced."""
 
-    Attributes:
-        begun: Number of the entry that announced it.
-        names: Digest of the list of objects to delete.
-        is_ended: True if all of them were deleted.
-    """
-
-    begun: Positive
-    names: Digest
-    is_ended: bool = msgspec.field(name="ended", default=False)
+    begun: Positive  # Number of the entry that announced it
+    names: Digest  # Digest of the list of objects to delete
+    is_ended: bool = msgspec.field(name="ended", default=False)  # True if all of them were deleted
 
 
 class LogEntry(NumberedDocument, frozen=True, kw_only=True, tag="shardkit-log/1"):

@@ -71,22 +71,16 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Copies that replication makes, and checks that scrubs make.
+    """Copies that replication makes, and checks that scrubs make."""
 
-    Attributes:
-        copies: number of copies of every object, in distinct failure domains, including the root's.
-        critical: strata whose shards get more copies.
-        parity: size of the parity sets, which survive the loss of two members; None for no parity.
-        mode: what a commit waits for. "sync": all copies. "async": the copy in the root. "hybrid": all copies of
-            metadata and of shards with critical strata, and the root's copy of other shards.
-        max_scrub_age_s: seconds after which a copy is due for a check.
-    """
-
-    copies: int = 1
-    critical: tuple[Critical, ...] = ()
+    copies: int = 1  # number of copies of every object, in distinct failure domains, including the root's
+    critical: tuple[Critical, ...] = ()  # strata whose shards get more copies
+    # size of the parity sets, which survive the loss of two members; None for no parity
     parity: Parity | None = None
+    # what a commit waits for. "sync": all copies. "async": the copy in the root. "hybrid": all copies of
+    # metadata and of shards with critical strata, and the root's copy of other shards.
     mode: Mode = "hybrid"
-    max_scrub_age_s: int = 30 * 86_400
+    max_scrub_age_s: int = 30 * 86_400  # seconds after which a copy is due for a check
 
     def __post_init__(self) -> None:
         _check_copies(self.copies, "copies")

@@ -153,19 +153,13 @@ _MAX_BYTES: Final = 64 * 2**10
 
 
 class PartLocation(Document, frozen=True, tag="shardkit-location/1"):
-    """Location of a part at the time of the merge.
+    """Location of a part at the time of the merge."""
 
-    Attributes:
-        manifest: manifest id of the part.
-        part: name of the part in the merge.
-        repository: UUID of the part's repository.
-        urls: URLs to try, in order. A relative URL is relative to the root of the merged dataset, so that both may move
-            together.
-    """
-
-    manifest: Digest
-    part: Annotated[str, Meta(max_length=100)]
-    repository: Annotated[str, Meta(max_length=36)]
+    manifest: Digest  # manifest id of the part
+    part: Annotated[str, Meta(max_length=100)]  # name of the part in the merge
+    repository: Annotated[str, Meta(max_length=36)]  # UUID of the part's repository
+    # URLs to try, in order. A relative URL is relative to the root of the merged dataset, so that both may
+    # move together.
     urls: Annotated[tuple[Name, ...], Meta(max_length=16)]
 
     def to_bytes(self) -> bytes:

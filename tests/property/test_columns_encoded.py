@@ -190,7 +190,8 @@ def test_blocks_hold_the_rows_that_were_spooled(
              for row in rows_of(held.block(first, last, None))]  # fmt: skip
     assert found == expected
     assert held.payload_bytes[-1] == sum(len(p) for row in rows for p in row.payloads)
-    batches = dataclasses.replace(wanted.batches, check=wanted.batches.check ^ np.uint64(1))
+    batches = wanted.batches.copy()
+    batches["check"] ^= np.uint64(1)
     with pytest.raises(IntegrityError, match=r"row \d+ changed"):
         reader.read(dataclasses.replace(wanted, batches=batches), order)
     spool.drop()

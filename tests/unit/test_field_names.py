@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.dataset.expressions import Where, parse_expression, split_names, without_spaces
+from shardkit.dataset.expressions import Where, parse_expression, without_spaces
 from shardkit.errors import FormatError, SchemaError, UsageError
 from shardkit.formats import Schema
 from shardkit.formats.tar_members import member_names
+from shardkit.ranges import split_names
 from shardkit_tools import build
 from shardkit_tools.importers import SourceSample, open_source
 from tests.command_line import call, output_of

@@ -211,10 +211,10 @@ class BuildRun:
                 laid = self._lay_out(found, columns, None, job)  # only counts these rows
                 return self._result(found, laid, MadeVersion(base.manifest, splits), reused_tasks=reused)
             laid = self._lay_out(found, columns, base, job)
-            final = digests.beside(lambda: self._final_version(to, sources or self._sources(found, digests)))
             shards, reused_shards = self._write(to.repository, job, laid)
             self._meter.begin("commit")
-            made = make_manifest(to.repository, dataclasses.replace(laid.plan, version=final()), shards)
+            version = self._final_version(to, sources or self._sources(found, digests))
+            made = make_manifest(to.repository, dataclasses.replace(laid.plan, version=version), shards)
             path = self._settings.skipped_file or f"{parent}/skipped-{self._digest()[:16]}.jsonl"
             listed = list_skipped(os.fspath(path), _skips_of(found))
             moved = commit_version(to, made)

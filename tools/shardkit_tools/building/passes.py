@@ -344,10 +344,10 @@ def finished_rows(job: Job, number: int, name: str) -> TaskRows | None:
 def _is_whole(job: Job, rows: TaskRows) -> bool:
     part = job.folder.parts([rows.facts.part])
     batches = rows.columns.records.batches
-    buffer = memoryview(bytearray(int(batches.length.max(initial=0))))
+    buffer = memoryview(bytearray(int(batches["length"].max(initial=0))))
     try:
         for offset, length, check in zip(
-            batches.offset.tolist(), batches.length.tolist(), batches.check.tolist(), strict=True
+            batches["offset"].tolist(), batches["length"].tolist(), batches["check"].tolist(), strict=True
         ):
             part.read_into(0, offset, buffer[:length])
             if xxhash.xxh3_64_intdigest(buffer[:length]) != check:

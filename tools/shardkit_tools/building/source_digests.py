@@ -8,9 +8,9 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Self, TypeVar
+from typing import Self
 
 import xxhash
 
@@ -26,7 +26,6 @@ from shardkit_tools.console import count_text, value_text
 from shardkit_tools.importers.protocol import Importer, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import open_file
 
-T = TypeVar("T")
 _log = logging.getLogger("shardkit.build")
 _PIECE_BYTES = 2**20
 
@@ -50,7 +49,6 @@ class SourceDigests:
         self._job = job
         self._stopped = threading.Event()
         self._threads = ThreadPoolExecutor(max(1, threads), "digest")
-        self._waiting = ThreadPoolExecutor(1, "sources")
         self._found = [self._threads.submit(self._digest, file) for file in files]
 
     def __enter__(self) -> Self:
@@ -59,11 +57,6 @@ class SourceDigests:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._waiting.shutdown(wait=True, cancel_futures=True)
-
-    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Start work that waits for `of_all`, in a thread if digests are pending; the result waits for it."""
-        return self._waiting.submit(work).result if self._found else work
 
     def check(self) -> None:
         """Raise the error of a digest that has failed already."""

@@ -6,8 +6,8 @@ import functools
 from pathlib import Path
 from typing import Annotated, Literal
 
-from shardkit.dataset.expressions import split_names
 from shardkit.errors import UsageError
+from shardkit.ranges import split_names
 from shardkit_tools import console, options
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import IMPORTERS, ImportOptions

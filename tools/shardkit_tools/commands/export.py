@@ -34,7 +34,6 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.dataset.croissant import croissant_document
-from shardkit.dataset.expressions import split_names
 from shardkit.dataset.samples import all_numbers, read_runs
 from shardkit.errors import SampleError, SchemaError, StoreError, UsageError
 from shardkit.formats import Block, FieldType, Schema
@@ -51,7 +50,7 @@ from shardkit.formats.tar_members import (
 )
 from shardkit.formats.values import logical_text
 from shardkit.formats.writing import fit_key, max_key_bytes
-from shardkit.ranges import parse_size
+from shardkit.ranges import parse_size, split_names
 from shardkit.reading.adopted import adopted_place
 from shardkit.reading.inventory import take_inventory
 from shardkit.stores.file_operations import explained

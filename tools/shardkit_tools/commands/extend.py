@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from shardkit.dataset.expressions import split_names
+from shardkit.ranges import split_names
 from shardkit_tools import console, options
 from shardkit_tools.building.extending import extend as extend_version
 from shardkit_tools.importers import ImportOptions
