@@ -373,8 +373,6 @@ REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
     "trailing": (lambda p: hostile(p, Path(write_tar(p, GOOD)).read_bytes() + b"x" * 512), "follows the end"),
     "cut": (lambda p: hostile(p, Path(write_tar(p, GOOD)).read_bytes()[:1200]), "cut short"),
     "empty": (lambda p: write_tar(p, {}), "holds no samples"),
-    "missing": (lambda p: write_tar(p, {**GOOD, "b.txt": b"two"}), r"'b'.*'label' is missing"),
-    "added": (lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"1", "b.json": b"{}"}), "field 'meta'"),
     "twice": (
         lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"1", "a.json": b"{}"}),
         "'a' appears a second time",
@@ -400,6 +398,23 @@ REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
     "gzip": (lambda p: hostile(p, b"\x1f\x8b\x08" + bytes(1000)), "is compressed without an extension"),
     "named": (lambda p: write_tar(p.with_suffix(".tar.gz"), GOOD), "compressed.*shardkit build"),
 }
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ({"b.txt": b""}, r"'b'.*'label' is missing"),
+        ({"b.txt": b"", "b.cls": b"1", "b.json": b"{}"}, "field 'meta'"),
+    ],
+    ids=["missing", "added"],
+)
+def test_other_fields_than_those_of_the_samples_looked_at_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: dict[str, bytes], message: str
+) -> None:
+    monkeypatch.setattr("shardkit_tools.importers.webdataset._SCAN_SAMPLES", 1)
+    path = write_tar(tmp_path / "bad.tar", {**GOOD, **later})
+    with pytest.raises(SourceError, match=rf"bad\.tar.*{message}.*--schema"):
+        adopt([path], tmp_path / "root")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -16,9 +16,8 @@ from shardkit.errors import SchemaError, SourceError, UsageError
 from shardkit.formats.line_blocks import MISSING
 from shardkit_tools import build
 from shardkit_tools.adopting import adopt
-from shardkit_tools.importers import ImportOptions, SourceFailure, open_source
+from shardkit_tools.importers import ImportOptions, SourceFailure, open_source, parse_field_types
 from shardkit_tools.importers.source_kinds import find_source
-from shardkit_tools.options import parse_field_types
 from tests.importer_conformance import check_importer, read_all
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import shardkit_tools
-from shardkit_tools.importers import ImportOptions, line_ranges, open_source, tables
+from shardkit_tools.importers import ImportOptions, arrow_files, line_ranges, open_source, tables
 from shardkit_tools.importers.protocol import FileImporter, SourceFailure
 from tests.importer_conformance import check_importer
 
@@ -41,7 +41,8 @@ def test_arrow_files_are_cut_between_batches(
 ) -> None:
     write_arrow(tmp_path / "a.arrow", table(100), compression)
     whole = check_importer(open_source(str(tmp_path / "a.arrow")))
-    monkeypatch.setattr(tables, "_TASK_BYTES", 1500)
+    for module in (tables, arrow_files):
+        monkeypatch.setattr(module, "TASK_BYTES", 1500)
     cut = open_source(str(tmp_path / "a.arrow"))
     assert len(cut.tasks()) > 3
     assert cut.tasks()[0].start == 0
@@ -52,7 +53,8 @@ def test_arrow_files_are_cut_between_batches(
 
 
 def test_an_arrow_stream_is_one_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_TASK_BYTES", 100)
+    for module in (tables, arrow_files):
+        monkeypatch.setattr(module, "TASK_BYTES", 100)
     with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table(1).schema) as writer:
         writer.write_table(table(50), max_chunksize=7)
     source = open_source(str(tmp_path / "a.arrow"))

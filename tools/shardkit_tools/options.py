@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-
-from shardkit.errors import UsageError
 
 
 def option(shown: str, text: str, panel: str | None = None, **more: Any) -> Any:
@@ -196,32 +194,3 @@ def settings_for(function: Callable[..., object], given: Mapping[str, Any]) -> d
     """Return the options of a command that are parameters of a function."""
     wanted = inspect.signature(function).parameters
     return {name: value for name, value in given.items() if name in wanted}
-
-
-def parse_field_types(pairs: Iterable[str], option: str = "--schema") -> dict[str, str]:
-    """Parse ``field=type`` texts from a command line.
-
-    Raises:
-        UsageError: A text does not have this form, or the type does not exist.
-    """
-    from shardkit.formats import FieldType  # imported late: it imports numpy, and --help does not need it
-
-    types = parse_pairs(pairs, option, "field=type, for example score=float64 or tokens=int32[*]")
-    for text in types.values():
-        FieldType.parse(text)
-    return types
-
-
-def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, str]:
-    """Split each text at its last equals sign and return a mapping.
-
-    Raises:
-        UsageError: A text has no equals sign or no value.
-    """
-    pairs = {}
-    for text in texts:
-        name, equals, value = text.rpartition("=")
-        if not (equals and value):
-            raise UsageError(f"{option} {text!r}: expected {expected}")
-        pairs[name] = value
-    return pairs

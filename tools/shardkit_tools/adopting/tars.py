@@ -32,8 +32,8 @@ from shardkit_tools.adopting.files import (
 )
 from shardkit_tools.adopting.located_rows import LocatedRows, locate_decimal, refuse_array
 from shardkit_tools.importers.numpy_arrays import read_header
-from shardkit_tools.importers.tar_members import TarSample, read_members, tar_samples
-from shardkit_tools.importers.webdataset import check_fields
+from shardkit_tools.importers.tar_members import members_and_damage
+from shardkit_tools.importers.webdataset import TarSample, check_fields, tar_samples
 
 _MAX_GAP_BYTES = (5 << 30) + (
     64 << 20
@@ -167,12 +167,12 @@ class _TarScan:
         """Read to the end, or to damage if bad samples are left out; return the end of the last sample."""
         end = 0
         try:
-            for sample in tar_samples(read_members(self._stream, self._path, one_name=True), self._path):
-                members = [member for _, member in sample.members.values()]
-                row = self._good_row(sample, members[0].start)
+            members = members_and_damage(self._stream, self._path, one_name=True, skip=self.skip)
+            for sample in tar_samples(members, self._path):
+                row = self._good_row(sample)
                 if row is None:
                     continue
-                end = members[-1].end
+                end = [member.end for _, member in sample.members.values()][-1]
                 if self.block_rows is None and row.start >= self.block_bytes:
                     self.block_rows = max(1, self.rows)  # depends only on the tar
                 self._place(row)
@@ -182,14 +182,14 @@ class _TarScan:
             self._failures.append(f"{error}; its samples are read up to byte {end}")
         return end
 
-    def _good_row(self, sample: TarSample, start: int) -> _TarRow | None:
+    def _good_row(self, sample: TarSample) -> _TarRow | None:
         """Return the row of a sample; None if it is left out."""
-        if sample.is_last and sample.members.keys() != self.schema.keys():
+        if sample.is_torn and sample.members.keys() != self.schema.keys():
             return None
         try:
             if sample.error is not None:
                 raise sample.error
-            row = self._row(sample, start)
+            row = self._row(sample)
             # a block of this tar has as many rows as any other, so a bad one is found before it is in a block
             for name, (offset, size) in zip(self._names, row.fields, strict=True) if self.skip else ():
                 if offset < 0:
@@ -205,7 +205,7 @@ class _TarScan:
         self._keys.append(sample.key)
         return row
 
-    def _row(self, sample: TarSample, start: int) -> _TarRow:
+    def _row(self, sample: TarSample) -> _TarRow:
         check_fields(sample.members, self.schema, f"{self._path} sample {sample.key!r}", self._optional)
         fields: dict[str, tuple[int, int]] = {}
         labels = {}
@@ -229,6 +229,7 @@ class _TarScan:
                 f"add it, or adopt without --stratify"
             )
         places = [fields.get(name, (-1, 0)) for name in self._names]
+        start = next(member.start for _, member in sample.members.values())
         return _TarRow(sample.key, start, places, tuple(labels[axis] for axis in self.axes))
 
     def _place(self, row: _TarRow) -> None:

@@ -14,9 +14,9 @@ from shardkit_tools.adopting import Adoption
 from shardkit_tools.adopting import adopt as adopt_files
 from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
-from shardkit_tools.importers.protocol import ImportOptions
+from shardkit_tools.importers import ImportOptions, parse_field_types
 from shardkit_tools.importers.source_kinds import IMPORTERS
-from shardkit_tools.options import argument, option, parse_field_types
+from shardkit_tools.options import argument, option
 from shardkit_tools.version_report import moved_document, moved_facts, print_strata, progress_text
 
 

@@ -1,4 +1,4 @@
-"""Read the members of foreign tars strictly, and group them into samples.
+"""Read the members of foreign tars strictly.
 
 The standard library's tarfile follows headers that no honest writer makes (a pax ``path`` over a clean name,
 a pax ``size=0`` that reveals a hidden member, a sparse file of a terabyte), so it is not used for sources.
@@ -10,17 +10,14 @@ refused, never skipped.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 from urllib.parse import unquote
 
 import numpy as np
 
 from shardkit.errors import SourceError
-from shardkit.extras import shell_word
 from shardkit.formats.compression import PACKED_HEADS
 from shardkit_tools.importers.source_files import MEDIA
 
@@ -37,6 +34,7 @@ _PLAIN_NAMES = re.compile(
 )
 _TIME_RECORD = re.compile(rb"([1-9][0-9]*) [amc]time=[0-9.]+\n")
 _SIZE_FIELD_LIMIT = 8**11  # limit of eleven octal digits: larger members state their size elsewhere
+_FILE_TYPES = (b"0", b"\0", b"7")
 _REFUSED_TYPES = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -63,15 +61,10 @@ FIELD_OF_EXTENSION = {
 FIELD_OF_EXTENSION |= {suffix: name for name, suffixes in MEDIA.items() for suffix in suffixes}
 """Extension of a member without a name of its own → its field."""
 _ENCODED = re.compile(r"[a-z0-9_-]*(?:%[0-9a-f]{2}[a-z0-9_-]*)+")
-_PICKLED = frozenset(["pyd", "pickle", "pkl", "pth", "pt"])
-_UNREAD = {
-    "ten": "tensor",
-    "tb": "tensor",
-    "mp": "MessagePack",
-    "msgpack": "MessagePack",
-    "cbor": "CBOR",
-    "npz": "zipped NumPy",
-}
+
+
+class _DamagedHeaderError(SourceError):
+    """A header has another checksum than it states; headers after it may be intact."""
 
 
 class Stream(Protocol):
@@ -90,18 +83,6 @@ class Member(NamedTuple):
     end: int = 0  # offset of the end of its padding
 
 
-@dataclass(slots=True)
-class TarSample:
-    """Members that share a name up to its first dot."""
-
-    key: str
-    row: int  # number in the tar
-    # field → (extension in lower case, member)
-    members: dict[str, tuple[str, Member]] = field(default_factory=dict)
-    error: SourceError | None = None  # why the sample cannot be read, although later ones can
-    is_last: bool = False  # damage follows, so members may be missing
-
-
 def field_of(extension: str) -> str:
     """Return the field name for the extension of a member."""
     *parts, suffix = extension.split(".")
@@ -112,80 +93,6 @@ def field_of(extension: str) -> str:
     return ".".join(parts) or FIELD_OF_EXTENSION.get(suffix, suffix)
 
 
-def _field_facts(extension: str, keeps: Callable[[str], bool]) -> tuple[str, str]:
-    """Return the field of an extension, and why its members are not read; "" if they are."""
-    suffix, name = extension.rpartition(".")[2], field_of(extension)
-    advice = f"convert the member to .npy or .json, or leave it out: --drop {shell_word(name)}"
-    why = ""
-    if keeps(name) and suffix in _PICKLED:
-        why = f"a pickle can run any code when it is loaded, so it is never read; {advice}"
-    elif keeps(name) and suffix in _UNREAD:
-        why = f"{_UNREAD[suffix]} members are not read; {advice}"
-    return name, why
-
-
-def tar_samples(
-    members: Iterable[Member], path: str, keeps: Callable[[str], bool] = bool
-) -> Iterator[TarSample]:
-    """Yield the samples of a tar, without hidden files and the resource forks of macOS.
-
-    A sample has an error if it or one of its fields appears twice, or a member has no extension or a format that is
-    not read. Members of fields that `keeps` is false for may have any format.
-
-    Raises:
-        SourceError: The tar is damaged; the samples before the damage were yielded.
-    """
-    keys: set[str] = set()
-    fields: dict[str, tuple[str, str]] = {}  # extension → field, and why its members are not read, or ""
-    rows = itertools.count()
-    sample: TarSample | None = None
-    for member in _and_damage(members):
-        if isinstance(member, SourceError):
-            if sample is not None:
-                sample.is_last = True
-                yield sample
-            raise member
-        begin = member.name.rfind("/") + 1
-        dot = member.name.find(".", begin)
-        if dot == begin:
-            continue
-        if dot < 0:
-            error = SourceError(
-                f"{path} member {member.name!r}: has no extension, so its field is unknown; rename it (key.extension)"
-            )
-            yield TarSample(member.name, next(rows), {"": ("", member)}, error)
-            continue
-        key = member.name[:dot]
-        if sample is None or sample.key != key:
-            if sample is not None:
-                yield sample
-            sample = TarSample(key, next(rows))
-            if key in keys:
-                sample.error = SourceError(
-                    f"{path} member {member.name!r}: the sample {key!r} appears a second time in the tar: its members "
-                    "are not next to each other, or two samples have one name; write the tar again sorted by name "
-                    "(tar --sort=name), or rename one"
-                )
-            keys.add(key)
-        extension = member.name[dot + 1 :].lower()
-        name, why = fields.get(extension) or fields.setdefault(extension, _field_facts(extension, keeps))
-        if name in sample.members:
-            why = f"a second member for the field {name!r} of one sample; rename or remove one"
-        if why and sample.error is None:
-            sample.error = SourceError(f"{path} member {member.name!r}: {why}")
-        sample.members[name] = (extension, member)
-    if sample is not None:
-        yield sample
-
-
-def _and_damage(members: Iterable[Member]) -> Iterator[Member | SourceError]:
-    """Yield members, and last the error that ends them, if there is one."""
-    try:
-        yield from members
-    except SourceError as error:
-        yield error
-
-
 def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = False) -> Iterator[Member]:
     """Yield the members of a tar, read from its first byte to its end.
 
@@ -193,6 +100,27 @@ def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = Fals
         SourceError: The tar is damaged, or holds something that is refused.
     """
     return _Reader(stream, where, one_name=one_name).members()
+
+
+def members_and_damage(
+    stream: BinaryIO | Stream, where: str, *, one_name: bool = False, skip: bool = False
+) -> Iterator[Member | SourceError]:
+    """Yield the members of a tar, read from its first byte to its end, and the errors of parts that cannot be read.
+
+    An error is last, unless `skip` is true, a header is damaged, and a valid one follows.
+    """
+    reader = _Reader(stream, where, one_name=one_name)
+    is_read = True
+    while is_read:
+        is_read = False
+        try:
+            yield from reader.members()
+        except _DamagedHeaderError as error:
+            start = reader.find_header() if skip else None
+            is_read = start is not None
+            yield SourceError(f"{error}; the members up to byte {start} are lost") if is_read else error
+        except SourceError as error:
+            yield error
 
 
 class _Headers(NamedTuple):
@@ -268,6 +196,18 @@ class _Reader:
     def _refuse(self, why: str) -> NoReturn:
         raise SourceError(f"{self._where}: {why}")
 
+    def find_header(self) -> int | None:
+        """Read on to the next valid header of a file, and return its offset; None if there is none."""
+        self._long_name, self._large_size, self._is_extended = None, None, False
+        while len(block := self._read_block()) == _BLOCK:
+            if block[257:262] == b"ustar" and block[156:157] in (*_FILE_TYPES, b"L", b"x"):
+                with contextlib.suppress(SourceError):
+                    self._header(block)
+                    self._buffer, self._next = block + self._buffer[self._next :], 0
+                    return self._at
+            self._at += _BLOCK
+        return None
+
     def members(self) -> Iterator[Member]:
         start = 0
         while True:
@@ -293,7 +233,7 @@ class _Reader:
                 if size:
                     self._refuse(f"folder {name!r} claims {size} bytes of data; write the tar again")
                 continue
-            if kind not in (b"0", b"\0", b"7"):
+            if kind not in _FILE_TYPES:
                 what = _REFUSED_TYPES.get(kind, f"of the unknown type {kind!r}")
                 self._refuse(f"member {name!r} is {what}; only files and folders can be imported")
             name, offset = self._checked_name(name), self._at
@@ -326,7 +266,9 @@ class _Reader:
         claimed = self._octal(header[148:156], "checksum")
         unsigned = sum(header) - sum(header[148:156]) + 8 * 0x20
         if claimed != unsigned:
-            self._refuse(f"a header's checksum is {claimed}, its bytes give {unsigned}; the tar is damaged")
+            raise _DamagedHeaderError(
+                f"{self._where}: a header's checksum is {claimed}, its bytes give {unsigned}; the tar is damaged"
+            )
         raw = header[:100].split(b"\0", 1)[0]
         if header[257:263] == b"ustar\0":
             prefix = header[345:500].split(b"\0", 1)[0]
@@ -449,6 +391,13 @@ class _Reader:
         self._next += len(data)
         return data
 
+    def _read_block(self) -> bytes:
+        """Return the next block, which is shorter only at the end of the file."""
+        block = self._read_some(_BLOCK)
+        while len(block) < _BLOCK and (more := self._read_some(_BLOCK - len(block))):
+            block += more
+        return block
+
     def _read(self, size: int, what: str) -> bytes:
         pieces: list[bytes] = []
         missing = size
@@ -466,9 +415,7 @@ class _Reader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _check_end(self) -> None:
-        tail = self._read_some(_BLOCK)
-        while len(tail) < _BLOCK and (more := self._read_some(_BLOCK - len(tail))):
-            tail += more
+        tail = self._read_block()
         if len(tail) != _BLOCK:
             self._refuse("the tar ends with one zero block instead of two; it is cut short, fetch it again")
         while tail:

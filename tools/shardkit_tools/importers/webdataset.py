@@ -18,9 +18,9 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
@@ -39,10 +39,25 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
 )
 from shardkit_tools.importers.source_files import check_suffixes, open_plain, text_of
-from shardkit_tools.importers.tar_members import TEXTS, Member, TarSample, field_of, read_members, tar_samples
+from shardkit_tools.importers.tar_members import (
+    TEXTS,
+    Member,
+    field_of,
+    members_and_damage,
+)
 
 # number of samples, in source order, that the schema is inferred from; the rest are checked against it
 _SCAN_SAMPLES = 1000
+_SHORT_NAME = 99  # longer names may be cut off in their header
+_PICKLED = frozenset(["pyd", "pickle", "pkl", "pth", "pt"])
+_UNREAD = {
+    "ten": "tensor",
+    "tb": "tensor",
+    "mp": "MessagePack",
+    "msgpack": "MessagePack",
+    "cbor": "CBOR",
+    "npz": "zipped NumPy",
+}
 _TARS_COMPARED = 64  # tars whose first keys decide whether keys repeat
 
 
@@ -64,8 +79,8 @@ class WebDatasetImporter(FileImporter):
         for found in _samples(file, self.options):
             where = f"{file.path} sample {found.key!r}"
             members = self.options.kept(found.members)
-            if found.is_last and members.keys() != types.keys():
-                continue  # the error that follows says so
+            if found.is_torn and members.keys() != types.keys():
+                continue  # the error next to it says so
             try:
                 if found.error is not None:
                     raise found.error
@@ -132,7 +147,8 @@ def _keys(source: Source, options: ImportOptions) -> str:
     first = set[str]()
     for file in source.files[:_TARS_COMPARED]:
         with contextlib.suppress(SourceError):  # it is an error, or skipped, when the tar is read
-            for found in itertools.islice(_samples(file, options), 1):
+            samples = (found for found in _samples(file, options) if found.error is None)
+            for found in itertools.islice(samples, 1):
                 if found.key in first:
                     source.notes.append(
                         f"keys are prefixed with the name of their tar, because several have the key {found.key!r}"
@@ -149,7 +165,7 @@ def _first_samples(
     for file in source.files:
         try:
             for found in _samples(file, options):
-                if found.error is None and not found.is_last:
+                if found.error is None and not found.is_torn:
                     yield f"{file.path} sample {found.key!r}", found.members
                 elif found.error is not None and not options.skip_bad_rows:
                     raise found.error
@@ -179,7 +195,8 @@ def _value_or_bytes(extension: str, kind: str, data: bytes, where: str) -> objec
 
 def _samples(file: SourceFile, options: ImportOptions) -> Iterator[TarSample]:
     with open_plain(file) as stream:
-        yield from tar_samples(read_members(stream, file.path), file.path, options.keeps)
+        members = members_and_damage(stream, file.path, skip=options.skip_bad_rows)
+        yield from tar_samples(members, file.path, options.keeps)
 
 
 def check_fields(
@@ -262,3 +279,122 @@ def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
     if kind != "str" and suffix == "npy":
         return read_array(data, where)
     return text_of(data, where, f"convert it, or keep the bytes with --schema {_word(extension)}=bytes")
+
+
+# ---- Samples of members
+
+
+@dataclass(slots=True)
+class TarSample:
+    """Members that share a name up to its first dot."""
+
+    key: str
+    row: int  # number in the tar
+    # field → (extension in lower case, member)
+    members: dict[str, tuple[str, Member]] = field(default_factory=dict)
+    error: SourceError | None = None  # why the sample, or all in a damaged part (row -1), cannot be read
+    is_torn: bool = False  # it is next to a damaged part, so members may be missing
+
+
+def _field_facts(extension: str, keeps: Callable[[str], bool]) -> tuple[str, str]:
+    """Return the field of an extension, and why its members are not read; "" if they are."""
+    if not extension:
+        return "", "has no extension, so its field is unknown; rename it (key.extension)"
+    suffix, name = extension.rpartition(".")[2], field_of(extension)
+    advice = f"convert the member to .npy or .json, or leave it out: --drop {shell_word(name)}"
+    why = ""
+    if keeps(name) and suffix in _PICKLED:
+        why = f"a pickle can run any code when it is loaded, so it is never read; {advice}"
+    elif keeps(name) and suffix in _UNREAD:
+        why = f"{_UNREAD[suffix]} members are not read; {advice}"
+    return name, why
+
+
+def tar_samples(
+    members: Iterable[Member | SourceError], path: str, keeps: Callable[[str], bool] = bool
+) -> Iterator[TarSample]:
+    """Yield the samples of a tar, without hidden files and the resource forks of macOS.
+
+    A sample has an error if it or one of its fields appears twice, or a member has no extension or a format that is
+    not read. Members of fields that `keeps` is false for may have any format.
+
+    Args:
+        members: members and the errors of damaged parts between them, as `members_and_damage` yields them.
+        path: name of the tar, for messages.
+        keeps: tells which fields are imported.
+
+    Raises:
+        SourceError: The rest of the tar cannot be read; the samples before were yielded.
+    """
+    keys: set[str] = set()
+    fields: dict[str, tuple[str, str]] = {}  # extension → field, and why its members are not read, or ""
+    rows = itertools.count()
+    key: str | None = None
+    damage: SourceError | None = None
+    for run in _runs(members):
+        if damage is not None:
+            yield TarSample("", -1, {}, damage)
+        damage = run if isinstance(run, SourceError) else None
+        if isinstance(run, SourceError):
+            continue
+        before, key = key, run.key
+        sample = TarSample(key, next(rows), is_torn=run.is_torn)
+        is_rest = run.is_torn and key == before  # its first members are before a damaged part
+        if key in keys and not is_rest:
+            sample.error = SourceError(
+                f"{path} member {run.members[0][1].name!r}: the sample {key!r} appears a second time in the tar: its "
+                "members are not next to each other, or two samples have one name; write the tar again sorted by name "
+                "(tar --sort=name), or rename one"
+            )
+        keys.add(key)
+        for extension, member in run.members:
+            name, why = fields.get(extension) or fields.setdefault(extension, _field_facts(extension, keeps))
+            if name in sample.members:
+                why = f"a second member for the field {name!r} of one sample; rename or remove one"
+            if why and sample.error is None:
+                sample.error = SourceError(f"{path} member {member.name!r}: {why}")
+            sample.members[name] = (extension, member)
+        yield sample
+    if damage is not None:
+        raise damage
+
+
+class _Run(NamedTuple):
+    """Members that follow one another and share a key."""
+
+    key: str
+    members: list[tuple[str, Member]]  # (extension in lower case, member)
+    is_torn: bool  # see `TarSample`
+
+
+def _runs(members: Iterable[Member | SourceError]) -> Iterator[_Run | SourceError]:
+    """Yield members by key, without hidden ones, and the errors of damaged parts between them."""
+    run: _Run | None = None
+    is_after_damage = False
+    for member in members:
+        if isinstance(member, SourceError):
+            if run is not None:
+                yield run._replace(is_torn=True)
+            yield member
+            run, is_after_damage = None, True
+            continue
+        begin = member.name.rfind("/") + 1
+        dot = member.name.find(".", begin)
+        if dot == begin or (is_after_damage and not _is_own_name(member.name)):
+            continue
+        if dot < 0:
+            yield _Run(member.name, [("", member)], is_torn=False)
+            continue
+        key = member.name[:dot]
+        if run is None or run.key != key:
+            if run is not None:
+                yield run
+            run, is_after_damage = _Run(key, [], is_after_damage), False
+        run.members.append((member.name[dot + 1 :].lower(), member))
+    if run is not None:
+        yield run
+
+
+def _is_own_name(name: str) -> bool:
+    """Return True if a name is certainly complete without an extension header, which may be lost in a damaged part."""
+    return len(name) < _SHORT_NAME and name.isascii() and "?" not in name
