@@ -11,12 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.arrays import Int64s
-from shardkit.errors import ConfigurationError, SampleError, UsageError
+from shardkit.errors import ConfigurationError, MissingDependency, SampleError, UsageError
+from shardkit.extras import install_command
 from shardkit.formats import Schema, presence_of
 from shardkit.loader.packed_rows import BOUNDARIES, Documents, documents_of
 from shardkit.notebook import value_text
 
-__all__ = ["Batch", "LoaderCounts", "MissingValues", "StepBatches", "WindowCounts", "may_pin", "to_tensors"]
+__all__ = [
+    "Batch",
+    "EpochCounts",
+    "LoaderCounts",
+    "MissingValues",
+    "StepBatches",
+    "WindowCounts",
+    "gathered_fields",
+    "makes_tensors",
+    "may_pin",
+    "to_tensors",
+]
 
 
 _KNOWN_FIRST = ("lane", "slots", "weight", "valid")
@@ -148,6 +160,21 @@ def may_pin() -> bool:
     return bool(cuda is not None and cuda.is_initialized())
 
 
+def makes_tensors(wanted: bool | None, *, on_device: bool) -> bool:
+    """Return True if batches hold torch tensors; import torch if tensors or a device were requested."""
+    wanted = "torch" in sys.modules if wanted is None else wanted
+    if not wanted and not on_device:
+        return False
+    try:
+        __import__("torch")
+    except ImportError as error:
+        raise MissingDependency(
+            f"ds.loader(tensors=True) needs torch; run: {install_command('train')}, or take numpy arrays: "
+            "tensors=False"
+        ) from error
+    return True
+
+
 def to_tensors(batch: Batch, *, pin: bool = False) -> Batch:
     """Turn the arrays of a batch into torch tensors that share their memory, or into pinned copies.
 
@@ -172,6 +199,19 @@ def to_tensors(batch: Batch, *, pin: bool = False) -> Batch:
 # ---- rows of optional fields that have no value
 
 _RAGGED = ("ragged", "varying")
+
+
+def gathered_fields(schema: Schema, chosen: Sequence[str] | None) -> list[str]:
+    """Return the columns to gather in the requested order, with the presence columns of optional fields at the end."""
+    fields = list(schema if chosen is None else chosen)
+    for name in fields:
+        if name not in schema:
+            raise ConfigurationError(f"fields: {name!r} is not in the schema; it has {', '.join(schema)}")
+    gathered = dict.fromkeys(fields)
+    for name in fields:
+        if schema[name].optional:
+            gathered[presence_of(name)] = None
+    return list(gathered)
 
 
 class MissingValues:
@@ -268,6 +308,15 @@ class WindowCounts:
     evictions: int = 0
     load_s: float = 0.0  # seconds, summed over threads
     peak_bytes: int = 0
+
+
+@dataclass(slots=True)
+class EpochCounts:
+    """Counters of a window since an epoch began, or since memory grew."""
+
+    loads: int = 0
+    reloads: int = 0  # blocks loaded again because they were evicted earlier in the epoch
+    soon_again: int = 0  # reloads that twice the memory would have avoided
 
 
 class StepBatches(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ __all__ = [
     "BlockLoading",
     "Layouts",
     "LocalShard",
+    "give_way",
 ]
 
 
@@ -37,6 +40,7 @@ FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, DIGEST 
 JOB: Final = 11
 """Number of int64 in a job before its facts; see block_rows.pyi."""
 
+_NICER: Final = 3  # niceness: a loading thread gets half as much of a contested processor as another thread
 _SHORT_BYTES: Final = 240  # XXH3 uses another algorithm up to this size
 _LONG_BYTES: Final = 1 << 14  # mean size from which rows are read one by one into bytes objects
 _MOST_OBJECTS: Final = 256  # per block; the same as in block_rows.c
@@ -410,3 +414,15 @@ class BlockLoading:
 
 def _whole_pages(size: Any) -> Any:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def give_way() -> None:
+    """Lower the priority of this thread below the program's other threads.
+
+    Blocks are loaded ahead, while the work of other threads is needed now. A trainer that waits for a block does not
+    compete.
+    """
+    if sys.platform == "linux":  # other systems have no priority per thread
+        own = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICER)

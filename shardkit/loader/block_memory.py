@@ -1,10 +1,12 @@
-"""Memory for blocks: lent while something refers to it, then reused."""
+"""Memory for blocks: how much a loader may take, and a pool that lends it while something refers to it."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
+import warnings
 import weakref
 from collections import deque
 from functools import lru_cache
@@ -13,9 +15,57 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BlockMemory", "Loan", "capacity_of"]
+from shardkit.errors import ConfigurationError
+from shardkit.loader.batch import EpochCounts
+from shardkit.loader.settings import LoaderSetup
 
+__all__ = ["BlockMemory", "Loan", "MemoryWatch", "capacity_of", "memory_bound", "memory_needed"]
+
+_AHEAD: Final = 0.25  # share of the windows that is added for the next blocks
+_LEAST: Final = 1 << 20
+_PAGE: Final = 4096
+_WHOLE: Final = 2 << 30  # default bound if rows of all blocks are mixed
+
+_LOADS_BEFORE_ROOM: Final = 16
+_LOADS_BEFORE_TELLING: Final = 256  # too few loads would say nothing about the epoch
+_ROOM_OF_WINDOWS: Final = (
+    1.5  # factor over the blocks that lanes mix at once, because consecutive windows overlap
+)
 _LEAST_PIECE: Final = 1 << 16  # bytes; the allocator already reuses smaller blocks
+
+
+def memory_needed(setup: LoaderSetup, lanes: int) -> int:
+    """Return the bytes of the blocks that `lanes` lanes mix at a time, plus a quarter (SPEC.md §2).
+
+    With less memory the same blocks would be read repeatedly. The result is at most the size of the dataset plus a
+    quarter. With ``shuffle="full"`` it is the minimum of 1 MiB, because only the whole dataset would be enough.
+    """
+    plan, sources = setup.plan, setup.sources
+    blocks = 0 if plan.settings.shuffle == "full" else min(sources.rows.blocks, lanes * plan.open_blocks)
+    size = -(-max(1, sources.mean_block_bytes) // _PAGE) * _PAGE
+    return max(_LEAST, int(blocks * size * (1 + _AHEAD)))
+
+
+def memory_bound(setup: LoaderSetup, lanes: int) -> int:
+    """Return the bytes that the blocks of one process may take; workers of a rank share `config.memory`.
+
+    Raises:
+        ConfigurationError: `config.memory` is less than the lanes need.
+    """
+    config, plan, sources = setup.config, setup.plan, setup.sources
+    needed = memory_needed(setup, lanes)
+    if config.memory is None:
+        whole = min(_WHOLE, sources.rows.blocks * 2 * sources.mean_block_bytes)
+        return max(needed, whole) if plan.settings.shuffle == "full" else needed
+    bound = config.memory // config.stride
+    if bound < needed:
+        workers = f" for each of {config.stride} workers" if config.stride > 1 else ""
+        raise ConfigurationError(
+            f"memory={config.memory} is {bound} bytes{workers}; {lanes} lanes mix rows of {plan.open_blocks} "
+            f"blocks of {sources.mean_block_bytes} bytes each and need {needed}{workers}: leave memory out, pass "
+            f"at least {needed * config.stride}, or give the plan fewer lanes or a smaller window_blocks"
+        )
+    return bound
 
 
 class _Piece:
@@ -75,12 +125,16 @@ class BlockMemory:
     refers to it, so a row is never copied out of a block that was loaded later.
 
     Args:
-        limit: bytes to keep; more may be lent.
+        limit: bytes that blocks may take now, and that are kept; more may be lent.
+        bound: bytes that blocks may ever take, if the user has set it.
+        fills: blocks after use are kept up to the bound, because any step may need them again.
         inherited: a forked child gets a copy of the memory, which batches need because the program may hold them.
     """
 
-    def __init__(self, limit: int, *, inherited: bool = False) -> None:
-        self._limit, self._inherited = limit, inherited
+    def __init__(
+        self, limit: int, *, bound: int | None = None, fills: bool = False, inherited: bool = False
+    ) -> None:
+        self._limit, self._bound, self._fills, self._inherited = limit, bound, fills, inherited
         self._lock = threading.Lock()
         self._returned: deque[_Piece] = deque()
         self._free: dict[int, list[_Piece]] = {}  # by capacity
@@ -93,7 +147,7 @@ class BlockMemory:
 
     @property
     def limit(self) -> int:
-        """Bytes to keep."""
+        """Bytes that blocks may take now; a smaller value takes effect as steps end."""
         return self._limit
 
     @limit.setter
@@ -102,6 +156,29 @@ class BlockMemory:
             self._limit = value
             self._collect()
             self._shrink(0)
+
+    @property
+    def bound(self) -> int:
+        """Bytes that blocks may ever take, if the user has set it; otherwise `limit`."""
+        return self._limit if self._bound is None else self._bound
+
+    @bound.setter
+    def bound(self, num_bytes: int) -> None:
+        self._bound = num_bytes
+        self.limit = num_bytes if self._fills else min(self._limit, num_bytes)
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Raise `limit` to 1.5 times `num_bytes`, within the bound.
+
+        Returns False if it cannot grow or `num_bytes` would exceed the bound.
+        """
+        room = max(self._limit, num_bytes * 3 // 2)
+        if self._bound is not None:
+            room = min(room, self._bound)
+        if room < num_bytes or room <= self._limit:
+            return False
+        self.limit = room
+        return True
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """Return (size,) uint8 with arbitrary content."""
@@ -155,3 +232,72 @@ def capacity_of(size: int) -> int:
     """Return `size` rounded up by at most a sixteenth, so that blocks of similar sizes can share pieces."""
     grain = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 5))
     return -(-size // grain) * grain
+
+
+class MemoryWatch:
+    """Lets memory grow where steps need more, or warns if the user has bounded it.
+
+    Args:
+        setup: setup of the loader.
+        memory: memory of the blocks.
+        lanes: number of lanes that are read.
+        told: names of warnings that were given in this process.
+    """
+
+    def __init__(self, setup: LoaderSetup, memory: BlockMemory, lanes: int, told: set[str]) -> None:
+        self._setup, self._memory, self._lanes, self._told = setup, memory, lanes, told
+
+    def over_memory(self, step: int, needed: int) -> None:
+        """Raise the memory bound for a single step that exceeds it; if the user has set the bound, warn once."""
+        told, budget = self._told, self._memory.limit
+        if self._memory.make_room(needed) or "over_memory" in told:
+            return
+        told.add("over_memory")
+        self._setup.events.record("over_memory", step=step, needed_bytes=needed, memory_bytes=budget)
+        warnings.warn(
+            f"shardkit: the blocks of step {step} take {needed / 2**20:.1f} MiB, memory={budget / 2**20:.1f} MiB; they "
+            "are loaded all the same. Give the loader more memory, the plan fewer lanes, or the dataset smaller blocks "
+            "(shardkit rebuild --block-size)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def note_admission(self, epoch: EpochCounts, mean_block: float) -> bool:
+        """Check whether most loads of the epoch are of blocks that were evicted before.
+
+        If so, memory grows and True is returned; if the user has bounded it, a warning is given once.
+        """
+        settings, loads, budget = self._setup.plan.settings, epoch.loads, self._memory.limit
+        full = settings.shuffle == "full"
+        again = epoch.reloads if full else epoch.soon_again
+        if "rereading" in self._told or loads < _LOADS_BEFORE_ROOM or 2 * again < loads:
+            return False
+        if not full and self._memory.make_room(budget):
+            return True
+        if loads < _LOADS_BEFORE_TELLING:
+            return False
+        self._told.add("rereading")
+        self._setup.events.record("rereading", loads=loads, reloads=again, memory_bytes=budget)
+        if full:
+            advice = (
+                'rows of all blocks are mixed with shuffle="full", so that only the whole dataset would do'
+            )
+        else:
+            # many strata need more than the windows
+            mixed = self._lanes * settings.window_blocks * mean_block
+            needed = max(2 * budget, _ROOM_OF_WINDOWS * mixed)
+            advice = (
+                f"{self._lanes} lanes mix rows of {settings.window_blocks} blocks each: give the loader "
+                f"memory={_in_mib(needed)!r}, or the plan fewer lanes or a smaller window_blocks"
+            )
+        warnings.warn(
+            f"shardkit: memory={_in_mib(budget)!r} is too little: of {loads} blocks that were read, {again} had been "
+            f"read and dropped before in the same epoch; {advice}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+
+
+def _in_mib(size: float) -> str:
+    return f"{math.ceil(size / 2**20)}MiB"

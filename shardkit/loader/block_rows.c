@@ -105,77 +105,51 @@ static uint64_t folded(uint64_t a, uint64_t b)
 #endif
 }
 
-/* So many blocks into the lanes, with a way to add a stripe and a way to scramble; `lanes` is what they take. */
-#define ADD_BLOCKS(add, scramble)                                                      \
-    for (int64_t done = 0; done < blocks; done++, from += BLOCK_BYTES) {               \
-        for (int stripe = 0; stripe < STRIPES; stripe++) {                             \
-            ASK_FOR(from + stripe * STRIPE);                                           \
-            add(from + stripe * STRIPE, secret + 8 * stripe);                          \
-        }                                                                              \
-        scramble(secret + SECRET - STRIPE);                                            \
-    }
-
 static void add_plainly(uint64_t *lanes, const unsigned char *from, int64_t blocks)
 {
-#define ADD(at, key) add_stripe(lanes, at, key)
-#define SCRAMBLE(key) scramble(lanes, key)
-    ADD_BLOCKS(ADD, SCRAMBLE);
-#undef ADD
-#undef SCRAMBLE
+    for (int64_t done = 0; done < blocks; done++, from += BLOCK_BYTES) {
+        for (int stripe = 0; stripe < STRIPES; stripe++) {
+            ASK_FOR(from + stripe * STRIPE);
+            add_stripe(lanes, from + stripe * STRIPE, secret + 8 * stripe);
+        }
+        scramble(lanes, secret + SECRET - STRIPE);
+    }
 }
 
+/* By AVX2, at four times the rate. AVX-512 is faster in the nearest cache only, where no block is that was just read. */
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #include <immintrin.h>
 #define BY_PROCESSOR
+
+__attribute__((target("avx2"))) static inline __m256i half_of(const unsigned char *at, int half)
+{
+    return _mm256_loadu_si256((const __m256i *)at + half);
+}
 
 __attribute__((target("avx2"))) static void add_by_avx2(uint64_t *lanes, const unsigned char *from, int64_t blocks)
 {
     const __m256i prime = _mm256_set1_epi64x((int64_t)PRIME32_1);
     __m256i held[2] = {_mm256_loadu_si256((__m256i *)lanes), _mm256_loadu_si256((__m256i *)lanes + 1)};
-#define ADD(at, key)                                                                                                    \
-    for (int half = 0; half < 2; half++) {                                                                              \
-        const __m256i value = _mm256_loadu_si256((const __m256i *)(at) + half),                                         \
-                      keyed = _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)(key) + half)),               \
-                      product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32)),                                  \
-                      swapped = _mm256_shuffle_epi32(value, 0x4E);                                                      \
-        held[half] = _mm256_add_epi64(held[half], _mm256_add_epi64(product, swapped));                                  \
+    for (int64_t done = 0; done < blocks; done++, from += BLOCK_BYTES) {
+        for (int stripe = 0; stripe < STRIPES; stripe++) {
+            ASK_FOR(from + stripe * STRIPE);
+            for (int half = 0; half < 2; half++) {
+                const __m256i value = half_of(from + stripe * STRIPE, half),
+                              keyed = _mm256_xor_si256(value, half_of(secret + 8 * stripe, half)),
+                              product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32)),
+                              swapped = _mm256_shuffle_epi32(value, 0x4E);
+                held[half] = _mm256_add_epi64(held[half], _mm256_add_epi64(product, swapped));
+            }
+        }
+        for (int half = 0; half < 2; half++) { /* scramble */
+            const __m256i mixed = _mm256_xor_si256(_mm256_xor_si256(held[half], _mm256_srli_epi64(held[half], 47)),
+                                                   half_of(secret + SECRET - STRIPE, half)),
+                          high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
+            held[half] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));
+        }
     }
-#define SCRAMBLE(key)                                                                                                   \
-    for (int half = 0; half < 2; half++) {                                                                              \
-        const __m256i mixed = _mm256_xor_si256(_mm256_xor_si256(held[half], _mm256_srli_epi64(held[half], 47)),         \
-                                               _mm256_loadu_si256((const __m256i *)(key) + half)),                      \
-                      high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);                                     \
-        held[half] = _mm256_add_epi64(_mm256_mul_epu32(mixed, prime), _mm256_slli_epi64(high, 32));                     \
-    }
-    ADD_BLOCKS(ADD, SCRAMBLE);
-#undef ADD
-#undef SCRAMBLE
     _mm256_storeu_si256((__m256i *)lanes, held[0]);
     _mm256_storeu_si256((__m256i *)lanes + 1, held[1]);
-}
-
-__attribute__((target("avx512f"))) static void add_by_avx512(uint64_t *lanes, const unsigned char *from, int64_t blocks)
-{
-    const __m512i prime = _mm512_set1_epi64((int64_t)PRIME32_1);
-    __m512i held = _mm512_loadu_si512(lanes);
-#define ADD(at, key)                                                                                                    \
-    do {                                                                                                                \
-        const __m512i value = _mm512_loadu_si512(at), keyed = _mm512_xor_si512(value, _mm512_loadu_si512(key)),         \
-                      product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32)),                                  \
-                      swapped = _mm512_shuffle_epi32(value, 0x4E);                                                      \
-        held = _mm512_add_epi64(held, _mm512_add_epi64(product, swapped));                                              \
-    } while (0)
-#define SCRAMBLE(key)                                                                                                   \
-    do {                                                                                                                \
-        const __m512i mixed = _mm512_xor_si512(_mm512_xor_si512(held, _mm512_srli_epi64(held, 47)),                     \
-                                               _mm512_loadu_si512(key)),                                                \
-                      high = _mm512_mul_epu32(_mm512_srli_epi64(mixed, 32), prime);                                     \
-        held = _mm512_add_epi64(_mm512_mul_epu32(mixed, prime), _mm512_slli_epi64(high, 32));                           \
-    } while (0)
-    ADD_BLOCKS(ADD, SCRAMBLE);
-#undef ADD
-#undef SCRAMBLE
-    _mm512_storeu_si512(lanes, held);
 }
 #endif
 
@@ -189,8 +163,6 @@ static int ways_here(way *found)
 #if defined(BY_PROCESSOR)
     if (__builtin_cpu_supports("avx2"))
         found[ways++] = add_by_avx2;
-    if (__builtin_cpu_supports("avx512f"))
-        found[ways++] = add_by_avx512;
 #endif
     return ways;
 }
@@ -287,7 +259,6 @@ enum { WAITING, BEGUN, DONE };
 #define ASK_AHEAD 16      /* blocks */
 #define PIECES_AT_ONCE 16 /* of a block that are read in one call */
 #define MOST_TIMES (1 << 16)
-#define MOST_PAIRS 64
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* of Linux from 5.14 on; others refuse it */
 #endif
@@ -310,10 +281,6 @@ typedef struct {
 typedef struct {
     int64_t number, job[KNOWN];
 } Taken;
-
-typedef struct {
-    int64_t number, slot, block;
-} Refused;
 
 /* Rows of one size that lie anywhere, and where they go end to end. */
 typedef struct {
@@ -350,8 +317,6 @@ typedef struct {
     OpenFile open_files[MOST_OPEN]; /* each in the place of its number, modulo their count */
     int64_t *running, running_count, running_room;         /* slots that jobs before `dropped` still write to */
     int64_t *times, time_count; /* (block, ns) */
-    int64_t pairs, refused_count; /* pairs that are loaded or refused */
-    Refused refused[MOST_PAIRS]; /* the second job of each pair of which both are the interpreter's */
     Objects **objects; /* of each slot, or NULL */
     const Piece *pieces; /* of a gather that threads without a job help with; NULL: there is none */
     int64_t piece_count, piece_next, helping;
@@ -735,74 +700,30 @@ static unsigned char *room_for(Scratch *scratch, int64_t size)
     return scratch->stored;
 }
 
-/* A block on its way to memory. */
-typedef struct {
-    const int64_t *job;
-    const Objects *objects;
-    Scratch *scratch;
-    unsigned char *stored, *to;
-    struct iovec all;
-    const struct iovec *pieces;
-    int64_t count, read_ns;
-    int file;
-} Reading;
-
-static const unsigned char *digest_of(const int64_t *job) { return (const unsigned char *)(intptr_t)job[DIGEST]; }
-
-/* Read a block: 0 if all of its bytes are there. `end_reading` follows, whatever comes back. */
-static int begin_reading(Loads *self, Reading *it)
+/* Read, hash and open a block: 0 if it is what was written. `read_ns` is what the reading took. */
+static int load(Loads *self, Scratch *scratch, const int64_t *job, const Objects *objects, int64_t *read_ns)
 {
-    const int64_t *job = it->job, started = now_ns();
-    it->file = -1, it->stored = job[RAW_SIZE] ? room_for(it->scratch, job[SIZE]) : it->to;
-    it->all = (struct iovec){it->stored, (size_t)job[SIZE]};
-    it->pieces = it->objects ? it->objects->piece : &it->all, it->count = it->objects ? it->objects->pieces : 1;
-    if (!it->stored || (it->file = borrow_file(self, job[FILE_NUMBER])) < 0)
+    unsigned char *to = (unsigned char *)(intptr_t)job[ADDRESS];
+    unsigned char *stored = job[RAW_SIZE] ? room_for(scratch, job[SIZE]) : to;
+    const struct iovec all = {stored, (size_t)job[SIZE]}, *pieces = objects ? objects->piece : &all;
+    const int64_t count = objects ? objects->pieces : 1, started = now_ns();
+    const int file = stored ? borrow_file(self, job[FILE_NUMBER]) : -1;
+    if (file < 0)
         return -1;
     if (!job[AFTER]) { /* memory that held no block before, perhaps */
-        for (int64_t n = 0; it->objects && n < it->count; n++)
-            touch(&it->pieces[n], self->page);
-        if (!it->objects)
-            touch(&(struct iovec){it->to, (size_t)room_of(job)}, self->page);
+        for (int64_t n = 0; objects && n < count; n++)
+            touch(&pieces[n], self->page);
+        if (!objects)
+            touch(&(struct iovec){to, (size_t)room_of(job)}, self->page);
     }
-    const int failed = read_pieces(it->file, job[OFFSET], it->pieces, it->count);
-    it->read_ns = now_ns() - started;
-    return failed;
-}
-
-/* Return the file and open the block: 0 if it is what was written. */
-static int end_reading(Loads *self, Reading *it, int failed)
-{
-    if (it->file >= 0)
-        return_file(self, it->job[FILE_NUMBER], it->file, failed);
-    return failed ? -1 : open_block(it->scratch, it->job, it->stored, it->to);
-}
-
-/* Read, hash and open a block: 0 if it is what was written. */
-static int load(Loads *self, Reading *it)
-{
-    int failed = begin_reading(self, it);
-    if (!failed && it->job[DIGEST]) {
-        Sha256 hash;
-        sha256_begin(&hash, it->pieces, it->count);
-        sha256_run(&hash, NULL);
-        failed = !sha256_is(&hash, digest_of(it->job));
-    } else if (!failed) {
-        failed = xxh3(self->add_blocks, it->pieces, it->count) != (uint64_t)it->job[HASH];
-    }
-    return end_reading(self, it, failed);
-}
-
-/* The same for two blocks that are known by SHA-256, hashed together. */
-static void load_two(Loads *self, Reading *both, int *failed)
-{
-    Sha256 hash[2];
-    for (int n = 0; n < 2; n++) {
-        failed[n] = begin_reading(self, &both[n]);
-        sha256_begin(&hash[n], both[n].pieces, failed[n] ? 0 : both[n].count);
-    }
-    sha256_run(&hash[0], &hash[1]);
-    for (int n = 0; n < 2; n++)
-        failed[n] = end_reading(self, &both[n], failed[n] || !sha256_is(&hash[n], digest_of(both[n].job)));
+    int failed = read_pieces(file, job[OFFSET], pieces, count);
+    *read_ns = now_ns() - started;
+    if (!failed && job[DIGEST])
+        failed = !sha256_is((const unsigned char *)(intptr_t)job[DIGEST], pieces, count);
+    else if (!failed)
+        failed = xxh3(self->add_blocks, pieces, count) != (uint64_t)job[HASH];
+    return_file(self, job[FILE_NUMBER], file, failed);
+    return failed ? -1 : open_block(scratch, job, stored, to);
 }
 
 /* The lock is held. */
@@ -825,52 +746,26 @@ static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t 
         pthread_cond_broadcast(&self->ready);
 }
 
-/* A job is loaded, in `took` nanoseconds. */
-static void finish_load(Loads *self, const Reading *it, int64_t number, int64_t took)
+/* Load a job and finish it: 0, or 1 if the interpreter has to load it. */
+static int do_job(Loads *self, Scratch *scratch, const Taken *one, const Objects *objects)
 {
-    const int64_t *job = it->job;
+    const int64_t *job = one->job, started = now_ns();
+    int64_t read_ns = 0;
+    const int failed = load(self, scratch, job, objects, &read_ns);
+    if (read_ns > COLD_NS + job[SIZE])
+        ask_disk(self);
+    if (failed)
+        return 1;
+    const int64_t took = now_ns() - started;
     pthread_mutex_lock(&self->lock);
     self->loads++, self->bytes += job[RAW_SIZE] ? job[RAW_SIZE] : job[SIZE], self->load_ns += took;
     if (self->is_timed && self->time_count < MOST_TIMES) {
         self->times[2 * self->time_count] = job[BLOCK];
         self->times[2 * self->time_count++ + 1] = took;
     }
-    finish_job(self, number, job[SLOT], is_message(job) ? it->scratch->facts : job_at(self, number) + JOB);
+    finish_job(self, one->number, job[SLOT], is_message(job) ? scratch->facts : job_at(self, one->number) + JOB);
     pthread_mutex_unlock(&self->lock);
-}
-
-static int is_cold(const Reading *it) { return it->read_ns > COLD_NS + it->job[SIZE]; }
-
-static Reading reading_of(const int64_t *job, const Objects *objects, Scratch *scratch)
-{
-    return (Reading){.job = job, .objects = objects, .scratch = scratch, .to = (unsigned char *)(intptr_t)job[ADDRESS]};
-}
-
-/* Load a job and finish it: 0, or 1 if the interpreter has to load it. */
-static int do_job(Loads *self, Scratch *scratch, const Taken *one, const Objects *objects)
-{
-    const int64_t started = now_ns();
-    Reading it = reading_of(one->job, objects, scratch);
-    const int failed = load(self, &it);
-    if (is_cold(&it))
-        ask_disk(self);
-    if (!failed)
-        finish_load(self, &it, one->number, now_ns() - started);
-    return failed != 0;
-}
-
-/* Load two jobs that are known by SHA-256, and finish those that are not the interpreter's, which are marked so. */
-static void do_two(Loads *self, Scratch *scratch, const Taken *jobs, const Objects *const *objects, int *is_left)
-{
-    const int64_t started = now_ns();
-    Reading both[2] = {reading_of(jobs[0].job, objects[0], scratch), reading_of(jobs[1].job, objects[1], scratch + 1)};
-    load_two(self, both, is_left);
-    const int64_t took = (now_ns() - started) / 2;
-    if (is_cold(&both[0]) || is_cold(&both[1]))
-        ask_disk(self);
-    for (int n = 0; n < 2; n++)
-        if (!is_left[n])
-            finish_load(self, &both[n], jobs[n].number, took);
+    return 0;
 }
 
 /* Take the next job. The lock is held. */
@@ -883,14 +778,12 @@ static const Objects *take_job(Loads *self, Taken *one)
     return self->objects[one->job[SLOT]];
 }
 
-static int is_strong(const int64_t *job) { return job[FILE_NUMBER] >= 0 && job[DIGEST]; }
-
-/* Take and load jobs until there is one for the interpreter: its number, or -1 once the object is closed. The lock is not held. */
-static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
+/* Take and load jobs until there is one for the interpreter: 1, or 0 once the object is closed. The lock is not held. */
+static int work(Loads *self, Scratch *scratch, Taken *one)
 {
     for (;;) {
         pthread_mutex_lock(&self->lock);
-        while (!self->is_closed && !may_begin(self) && !self->refused_count) {
+        while (!self->is_closed && !may_begin(self)) {
             if (is_left_to_copy(self)) {
                 self->helping++;
                 copy_piece(self);
@@ -900,45 +793,13 @@ static int64_t work(Loads *self, Scratch *scratch, int64_t *job)
                 pthread_cond_wait(&self->work, &self->lock);
             }
         }
-        if (self->is_closed) {
-            pthread_mutex_unlock(&self->lock);
-            return -1;
-        }
-        if (self->refused_count) {
-            const Refused refused = self->refused[--self->refused_count];
-            self->pairs--;
-            pthread_mutex_unlock(&self->lock);
-            job[SLOT] = refused.slot, job[BLOCK] = refused.block;
-            return refused.number;
-        }
-        Taken one, two;
-        const Objects *objects[2] = {take_job(self, &one), NULL};
-        const int are_two =
-            is_strong(one.job) && may_begin(self) && is_strong(job_at(self, self->next)) && self->pairs < MOST_PAIRS;
-        if (are_two)
-            objects[1] = take_job(self, &two), self->pairs++;
+        const int is_closed = self->is_closed;
+        const Objects *objects = is_closed ? NULL : take_job(self, one);
         pthread_mutex_unlock(&self->lock);
-        if (are_two) {
-            int is_left[2];
-            do_two(self, scratch, (Taken[]){one, two}, objects, is_left);
-            pthread_mutex_lock(&self->lock);
-            if (is_left[0] && is_left[1]) {
-                self->refused[self->refused_count++] = (Refused){two.number, two.job[SLOT], two.job[BLOCK]};
-                pthread_cond_signal(&self->work);
-            } else {
-                self->pairs--;
-            }
-            pthread_mutex_unlock(&self->lock);
-            if (!is_left[0] && !is_left[1])
-                continue;
-            if (!is_left[0])
-                one = two;
-            memcpy(job, one.job, sizeof one.job);
-            return one.number;
-        }
-        memcpy(job, one.job, sizeof one.job);
-        if (job[FILE_NUMBER] < 0 || do_job(self, scratch, &one, objects[0]))
-            return one.number;
+        if (is_closed)
+            return 0;
+        if (one->job[FILE_NUMBER] < 0 || do_job(self, scratch, one, objects))
+            return 1;
     }
 }
 
@@ -1085,19 +946,18 @@ static void free_jobs(Loads *self, int works_steps)
 
 static PyObject *loads_work(Loads *self, PyObject *ignored)
 {
-    int64_t job[KNOWN], number = -1;
-    Scratch scratch[2] = {{NULL, NULL, 0, malloc((size_t)self->width * 8)}, {NULL, NULL, 0, malloc((size_t)self->width * 8)}};
-    if (!scratch[0].facts || !scratch[1].facts) {
-        release_scratch(&scratch[0]), release_scratch(&scratch[1]);
+    Taken one;
+    int is_taken;
+    Scratch scratch = {NULL, NULL, 0, malloc((size_t)self->width * 8)};
+    if (!scratch.facts)
         return PyErr_NoMemory();
-    }
     Py_BEGIN_ALLOW_THREADS
-    number = work(self, scratch, job);
-    release_scratch(&scratch[0]), release_scratch(&scratch[1]);
+    is_taken = work(self, &scratch, &one);
+    release_scratch(&scratch);
     Py_END_ALLOW_THREADS
-    if (number < 0)
+    if (!is_taken)
         Py_RETURN_NONE;
-    return Py_BuildValue("LLL", (long long)number, (long long)job[SLOT], (long long)job[BLOCK]);
+    return Py_BuildValue("LLL", (long long)one.number, (long long)one.job[SLOT], (long long)one.job[BLOCK]);
 }
 
 /* Room for so many jobs; those that are not done move to their places in the larger ring. */
@@ -1423,7 +1283,7 @@ static PyObject *loads_leave(Loads *self, PyObject *ignored)
 static int loads_init(Loads *self, PyObject *args, PyObject *names)
 {
     static char *keywords[] = {"width", "timed", "way", NULL};
-    way found[3];
+    way found[2];
     const int ways = ways_here(found);
     int wanted = ways - 1, timed = 0;
     Py_ssize_t width;
@@ -1493,7 +1353,7 @@ static PyType_Spec loads_spec = {"shardkit.loader.block_rows.Loads", sizeof(Load
 
 static PyObject *ways(PyObject *self, PyObject *ignored)
 {
-    way found[3];
+    way found[2];
     return PyLong_FromLong(ways_here(found));
 }
 

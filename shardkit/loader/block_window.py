@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardkit.arrays import Int64s
 from shardkit.errors import UsageError
-from shardkit.loader.background import give_way
-from shardkit.loader.batch import WindowCounts
-from shardkit.loader.block_loading import AFTER, SLOT, BlockLoading
+from shardkit.loader.batch import EpochCounts, WindowCounts
+from shardkit.loader.block_loading import AFTER, SLOT, BlockLoading, give_way
 from shardkit.loader.block_memory import BlockMemory, Loan, capacity_of
-from shardkit.loader.schedule import StepGroup
+from shardkit.loader.gather import RowAddresses, StepGroup, steps_that_fit
 
-__all__ = ["BlockWindow"]
-
+__all__ = ["BlockWindow", "GroupBlocks"]
 
 _BLOCKS_AT_ONCE: Final = 16  # blocks per wake-up of the threads
 _BLOCKS_A_TURN: Final = 64  # blocks that get slots before the interpreter is released for a moment
@@ -51,46 +49,74 @@ class _Slot:
 
 
 class _MissingBlocks(NamedTuple):
-    """Missing blocks of a group, ordered by first use."""
+    """Missing blocks of a group, ordered by first use; steps are counted over all loops."""
 
     block: Int64s
     size: Int64s
     own: Int64s  # bytes of slot memory; 0 if the block brings its own memory
-    first: Int64s  # first step that needs each, counted over all loops
+    first: Int64s  # first step that needs each
     last: Int64s
 
 
-class Admission(NamedTuple):
-    """A group whose blocks are loaded or queued."""
-
-    loop: int  # number of the loop
-    slots: Int64s  # slot of each block
-    needs: list[int]  # per step: number of jobs that must be done before its blocks are loaded
-    origin: int  # steps planned before it
+_CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
 
 
-CLOSED = "the loader was closed while this loop waited for a block; begin another loop"
+class GroupBlocks:
+    """The blocks of one group of steps, which are loaded or queued.
+
+    Attributes:
+        group: the steps.
+        which: (n,) int64 slot that holds the block of each row.
+    """
+
+    def __init__(
+        self, window: BlockWindow, group: StepGroup, slots: Int64s, needs: list[int], origin: int
+    ) -> None:
+        self.group, self.which = group, slots[group.which] if len(slots) else group.which
+        self._window, self._loop = window, window.loop
+        self._needs = needs  # per step: number of jobs that must be done before its blocks are loaded
+        self._origin = origin  # steps planned before the group
+
+    def wait(self, step: int, most: int, timeout_s: float, on_stall: Callable[[float], None]) -> range:
+        """Wait for the blocks of a step; return up to `most` steps from it on whose blocks are loaded.
+
+        An error of loading a block of the step is raised here.
+        """
+        self._check()
+        done = self._window.wait_for(self._needs[step], timeout_s, on_stall)
+        self._check()
+        end = min(step + most, bisect_right(self._needs, done))
+        if failed := self._window.first_failed():
+            number, error = failed
+            if number < self._needs[step]:
+                raise error
+            end = min(end, bisect_right(self._needs, number))
+        return range(step, end)
+
+    def take(self, steps: range, borders: list[int], rows: RowAddresses) -> list[dict[str, Any]]:
+        """Return the rows of these steps, see `RowAddresses.take`, and release their blocks."""
+        with self._window.in_use:
+            self._check()
+            found = rows.take(self._window.facts, borders, self._window.loads)
+            self._window.advance(self._origin + steps.stop)
+        return found
+
+    def _check(self) -> None:
+        if self._window.is_stopped or self._window.loop != self._loop:
+            raise UsageError(_CLOSED)
 
 
 class BlockWindow:
     """Loads blocks on threads and evicts the least recently used ones when memory is needed.
 
-    Steps are counted over all loops, so one comparison tells whether a step is over.
-
-    Args:
-        source: makes jobs and reads blocks.
-        loads: a `block_rows.Loads` that only `source` has used before.
-        memory: allocates the memory of slots.
-        budget: bytes of blocks; the blocks of a single step are loaded even if they exceed it.
-        threads: number of blocks loaded at once.
-        width: number of int64 facts per block.
+    Steps are counted over all loops, so one comparison tells whether a step is over. The blocks of a single step
+    are loaded even if they exceed the limit of `memory`. `width` is the number of int64 facts per block.
     """
 
     def __init__(
-        self, source: BlockLoading, loads: Any, memory: BlockMemory, budget: int, threads: int, width: int
+        self, source: BlockLoading, loads: Any, memory: BlockMemory, threads: int, width: int
     ) -> None:
         self._source, self.loads, self._memory = source, loads, memory
-        self._budget = budget
         self._lock = threading.Lock()  # guards the attributes below
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, int] = {}  # block → its slot
@@ -101,11 +127,12 @@ class BlockWindow:
         self._leaving: list[tuple[int, int, int, Any]] = []
         self._bytes = self._planned = self._now = 0
         self._added = self._nobodys = 0  # jobs added so far, and jobs of earlier loops
-        self.loop = self._epoch = 0
+        self.loop = self._epochs = 0
+        self.is_stopped = False  # the loop is being closed
         self._dropped: dict[int, int] = {}  # block evicted in this epoch → `_epoch_bytes` then
         self._epoch_bytes = 0
         self._counts = WindowCounts()
-        self.count_anew()
+        self.epoch = EpochCounts()
         self.facts: Int64s = np.zeros((0, width), np.int64)
         self._failed: dict[int, tuple[int, BaseException]] = {}  # job → slot and the error of loading
         self.in_use = threading.Lock()  # held while rows are copied out of slots
@@ -116,9 +143,7 @@ class BlockWindow:
         for thread in self._threads:
             thread.start()
 
-    @property
     def first_failed(self) -> tuple[int, BaseException] | None:
-        """The first failed job of this loop and its error; None if all succeeded."""
         if not self._failed:
             return None
         with self._lock:
@@ -132,13 +157,13 @@ class BlockWindow:
 
     @property
     def budget(self) -> int:
-        """Bytes that blocks may take; a smaller value takes effect as steps end."""
-        return self._budget
+        """Bytes that blocks may take: the limit of the memory."""
+        return self._memory.limit
 
     @budget.setter
     def budget(self, value: int) -> None:
         with self._lock:
-            self._budget = value
+            self._memory.limit = value
             self._trim()
 
     @property
@@ -158,22 +183,21 @@ class BlockWindow:
 
     # ---- what steps need
 
-    def sizes(self, group: StepGroup) -> tuple[Int64s, Int64s, NDArray[np.bool_]]:
-        """Return arrays over the blocks of the next group: expected size, bytes of slot memory, and presence."""
-        sizes, own = self._source.sizes(group.blocks, self._planned + len(group.numbers), self._now)
-        there = [block in self._slot_of for block in group.blocks.tolist()]
-        return sizes, own, np.array(there, np.bool_)
-
     def admit(
-        self,
-        group: StepGroup,
-        sizes: Int64s,
-        own: Int64s,
-    ) -> Admission:
-        """Queue the missing blocks of a group in order of first use; each is loaded as soon as its slot is free.
+        self, planned: StepGroup, on_excess: Callable[[int, int], object]
+    ) -> tuple[GroupBlocks, StepGroup | None]:
+        """Queue the missing blocks of as many steps as fit into memory; return these steps, and the rest or None.
 
-        `sizes` and `own` are the values that method `sizes` returned for the blocks of the group.
+        Blocks are queued in order of first use, and each is loaded as soon as its slot is free. If the first step alone
+        exceeds the budget, `on_excess` is called with its number and its bytes, and may raise the budget.
         """
+        sizes, own = self._source.sizes(planned.blocks, self._planned + len(planned.numbers), self._now)
+        held = np.array([block in self._slot_of for block in planned.blocks.tolist()], np.bool_)
+        steps, needed = steps_that_fit(planned, sizes, held, self._memory.limit)
+        if needed > self._memory.limit:
+            on_excess(planned.numbers[0], needed)
+            steps, needed = steps_that_fit(planned, sizes, held, self._memory.limit)
+        group, rest = planned.split(steps)
         with self._lock:
             blocks, origin, slots = group.blocks.tolist(), self._planned, self._slots
             last = group.last + origin
@@ -183,31 +207,23 @@ class BlockWindow:
             there, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
             for slot, step in zip(found[there].tolist(), last[there].tolist(), strict=True):
                 one = slots[slot]
-                one.last, one.used_in = step, self._epoch
-            wanted = _MissingBlocks(
-                group.blocks[missing],
-                sizes[missing],
-                own[missing],
-                group.first[missing] + origin,
-                last[missing],
-            )
+                one.last, one.used_in = step, self._epochs
+            first = group.first[missing] + origin
+            wanted = _MissingBlocks(group.blocks[missing], sizes[missing], own[missing], first, last[missing])
             self._count(wanted)
             self._counts.block_uses += len(blocks)
             places = self._assign(wanted)
             found[missing] = places[0]
             base = self._add(wanted, places)
-            steps = np.arange(origin, self._planned)
-            needs = (base + np.searchsorted(wanted.first, steps, side="right")).tolist()
-            return Admission(self.loop, found, needs, origin)
+            of_steps = np.searchsorted(wanted.first, np.arange(origin, self._planned), side="right")
+            needs = (base + of_steps).tolist()
+            return GroupBlocks(self, group, found, needs, origin), rest
 
     def _assign(self, wanted: _MissingBlocks) -> Int64s:
-        """Assign a slot to each block.
+        """Assign a slot to each block; a block that is planned later may take the same slot again.
 
-        A block that is planned later may take the same slot again.
-
-        Returns:
-            (3, n) slots, addresses of their memory (0 if the block brings its own), and the steps from which on
-            they are free.
+        Returns (3, n): slots, addresses of their memory (0 if the block brings its own), and the steps from which on
+        they are free.
         """
         slots = self._slots
         self._trim()
@@ -227,21 +243,21 @@ class BlockWindow:
                 fitting[0] = []
             best = min(filter(None, fitting[capacity]), default=None)
             free_again = last + 1 << _SLOT_BITS
-            if self._bytes + cost > self._budget and best is not None and best[0] >> _SLOT_BITS <= need:
+            if self._bytes + cost > self._memory.limit and best is not None and best[0] >> _SLOT_BITS <= need:
                 after, slot = best[0] >> _SLOT_BITS, best[0] & _SLOT_MASK
                 heapreplace(best, free_again | slot)
                 one = slots[slot]
                 self._evict(one)
                 self._bytes += cost - one.cost
                 one.cost = cost
-                if self._bytes > self._budget:
+                if self._bytes > self._memory.limit:
                     after = max(after, self._make_room(heaps, 0, need))
             else:
                 after = self._make_room(heaps, cost, need)
                 slot = self._new_slot(capacity, cost, after)
                 heappush(same[capacity], free_again | slot)
                 one = slots[slot]
-            one.block, one.last, one.used_in = block, last, self._epoch
+            one.block, one.last, one.used_in = block, last, self._epochs
             self._slot_of[block] = slot
             chosen.append(slot)
             addresses.append(0 if one.loan is None else one.loan.address)
@@ -274,7 +290,7 @@ class BlockWindow:
         Returns the step from which on their memory is free. The budget may still be exceeded if no slot is left.
         """
         after = 0
-        while self._bytes + cost > self._budget:
+        while self._bytes + cost > self._memory.limit:
             heap = min(filter(None, heaps.values()), default=None)
             if heap is None or heap[0] >> _SLOT_BITS > need:
                 break
@@ -284,10 +300,10 @@ class BlockWindow:
     def _trim(self) -> None:
         """Dispose of free slots while the budget is exceeded."""
         self._let_go()
-        if self._bytes <= self._budget:
+        if self._bytes <= self._memory.limit:
             return
         for key in sorted(key for heap in self._free_slots().values() for key in heap):
-            if self._bytes <= self._budget or key >> _SLOT_BITS > self._now:
+            if self._bytes <= self._memory.limit or key >> _SLOT_BITS > self._now:
                 break
             self._dispose(key)
 
@@ -315,13 +331,12 @@ class BlockWindow:
         return slot
 
     def _evict(self, slot: _Slot) -> None:
-        """Forget the block in a slot."""
         if slot.block == _NOBODY:
             return
         del self._slot_of[slot.block]
         self._replaced[slot.block] = slot.job, slot.last
         self._counts.evictions += 1
-        if slot.used_in == self._epoch:
+        if slot.used_in == self._epochs:
             self._dropped[slot.block] = self._epoch_bytes
         slot.block = _NOBODY
 
@@ -354,16 +369,12 @@ class BlockWindow:
         return number
 
     def wait_for(self, jobs: int, timeout_s: float, on_stall: Callable[[float], None]) -> int:
-        """Wait until the first `jobs` jobs are done; return how many are done.
-
-        Raises:
-            UsageError: the loop was closed.
-        """
+        """Wait until the first `jobs` jobs are done; return how many are done. A closed loop raises UsageError."""
         started = time.perf_counter()
         while (done := self.loads.wait(jobs, timeout_s)) == -1:
             on_stall(time.perf_counter() - started)
         if done < 0:
-            raise UsageError(CLOSED)
+            raise UsageError(_CLOSED)
         return int(done)
 
     def advance(self, step: int) -> None:
@@ -377,17 +388,13 @@ class BlockWindow:
                 self._lock.release()
 
     def wake(self, loop: int) -> None:
-        """Cancel the jobs of a loop and wake threads that wait for them."""
+        """Cancel the jobs of a loop and wake threads that wait for them, which then raise UsageError."""
         with self._lock:
             if loop == self.loop:
+                self.is_stopped = True
                 self._drop()
 
     # ---- loading
-
-    def longest_load(self) -> tuple[int, float] | None:
-        """Return the block that has been loading longest, and for how many seconds; None if none is loading."""
-        found: tuple[int, float] | None = self.loads.longest()
-        return found
 
     def _load(self) -> None:
         """Run a thread: it loads blocks in the C module, which returns only for blocks that are read in Python."""
@@ -397,46 +404,38 @@ class BlockWindow:
             del job
 
     def _load_one(self, number: int, slot: int, block: int) -> None:
-        started, facts, columns, error = time.perf_counter(), None, None, None
+        started, facts = time.perf_counter(), None
         try:
             columns, size, taken = self._source.read(block)
             facts = columns.facts
-        except BaseException as raised:  # noqa: BLE001  raised where a step waits for it
-            error = raised
-        with self._lock:
-            self._slots[slot].keep = columns
-            if error is not None and number >= self._nobodys:
-                self._failed[number] = slot, error
-            if columns is not None:
-                self._note_read(self._slots[slot], number, (size, taken), time.perf_counter() - started)
+        except BaseException as error:  # noqa: BLE001  raised where a step waits for it
+            with self._lock:
+                self._slots[slot].keep = None
+                if number >= self._nobodys:
+                    self._failed[number] = slot, error
+        else:
+            with self._lock:
+                one, counts = self._slots[slot], self._counts
+                one.keep = columns
+                counts.block_loads += 1
+                counts.bytes_loaded += size
+                counts.load_s += time.perf_counter() - started
+                if one.job == number and one.cost and not one.capacity:  # without a cost, it was disposed of
+                    self._bytes += taken - one.cost  # the expected size becomes the size
+                    one.cost = taken
+                    counts.peak_bytes = max(counts.peak_bytes, self._bytes)
         self.loads.finish(number, slot, facts)
 
-    def _note_read(self, slot: _Slot, number: int, sizes: tuple[int, int], seconds: float) -> None:
-        """Count a block read in Python, and replace the expected size by its size."""
-        counts = self._counts
-        counts.block_loads += 1
-        counts.bytes_loaded += sizes[0]
-        counts.load_s += seconds
-        taken = sizes[1]
-        if slot.job == number and slot.cost and not slot.capacity:  # without a cost, it was disposed of
-            self._bytes += taken - slot.cost
-            slot.cost = taken
-            counts.peak_bytes = max(counts.peak_bytes, self._bytes)
-
     # ---- loops
-
-    def count_anew(self) -> None:
-        """Reset the counters of the epoch."""
-        self.epoch_loads = self.epoch_reloads = 0
-        self.epoch_soon_again = 0  # reloads that twice the budget would have avoided
 
     def _count(self, wanted: _MissingBlocks) -> None:
         blocks = wanted.block.tolist() if self._dropped else ()
         dropped_at = [self._dropped[block] for block in blocks if block in self._dropped]
         self._counts.block_reloads += len(dropped_at)
-        self.epoch_reloads += len(dropped_at)
-        self.epoch_soon_again += sum(self._epoch_bytes - at < self._budget for at in dropped_at)
-        self.epoch_loads += len(wanted.block)
+        epoch = self.epoch
+        epoch.reloads += len(dropped_at)
+        epoch.soon_again += sum(self._epoch_bytes - at < self._memory.limit for at in dropped_at)
+        epoch.loads += len(wanted.block)
         self._epoch_bytes += int(wanted.size.sum())
 
     def begin_loop(self) -> int:
@@ -444,25 +443,23 @@ class BlockWindow:
         with self.in_use, self._lock:
             self._end()
             self.loop += 1
+            self.is_stopped = False
             return self.loop
 
     def begin_epoch(self) -> None:
         """Start counting for the next epoch; blocks in memory are kept."""
         with self._lock:
-            self._epoch += 1
+            self._epochs += 1
             self._dropped.clear()
             self._epoch_bytes = 0
-            self.count_anew()
+            self.epoch = EpochCounts()
 
     def mean_block(self) -> float:
         """Return the mean bytes of a loaded or queued block."""
         return self._bytes / max(1, len(self._slot_of))
 
     def end_loop(self, loop: int) -> None:
-        """End a loop, unless another one has begun since.
-
-        Its queued jobs are cancelled; blocks that failed are loaded again when they are next needed.
-        """
+        """End a loop, unless another one has begun since; its queued jobs are cancelled."""
         with self.in_use, self._lock:
             if loop == self.loop:
                 self._end()

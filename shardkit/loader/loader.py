@@ -17,25 +17,17 @@ import numpy as np
 
 from shardkit.errors import UsageError
 from shardkit.loader.batch import Batch, LoaderCounts, StepBatches
+from shardkit.loader.block_memory import memory_bound, memory_needed
 from shardkit.loader.gather import Allocate
-from shardkit.loader.live import (
-    STATE_VERSION,
-    LiveLoader,
-    Loop,
-    check_geometry,
-    check_state,
-    check_step,
-    step_after,
-)
 from shardkit.loader.pipeline import Pipeline
-from shardkit.loader.ranks import LaneShares, check_lanes
-from shardkit.loader.rebalancing import Rebalancer, make_rebalancer
-from shardkit.loader.resources import LoaderResources
-from shardkit.loader.settings import LoaderConfig, Sources, first_lanes, make_setup, resized_lanes
-from shardkit.plan import Plan
+from shardkit.loader.resources import LiveLoader, LoaderResources, Loop
+from shardkit.loader.settings import LoaderConfig, Sources, check_lanes, fixed_assignment, make_setup
+from shardkit.loader.states import STATE_VERSION, check_geometry, check_state, check_step, step_after
+from shardkit.plan import Assignment, Plan
 from shardkit.ranges import shown
 
 if TYPE_CHECKING:
+    from shardkit.loader.lanes import Rebalancer
     from shardkit.loader.sharing import ServedCache
     from shardkit.telemetry import Telemetry
 
@@ -60,15 +52,12 @@ class Loader:
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
         self.plan = plan
         self._setup = make_setup(plan, sources, config)
-        self.topology = topology = self._setup.topology
+        self.topology = self._setup.topology
         self._served: ServedCache | None = None  # this node's cache, served to other nodes
-        dealt = self._deal()
-        if dealt is not None and dealt.holders is not None:
-            self._setup = dataclasses.replace(self._setup, holders=dealt.holders)
-        self.assignment = None if dealt is None else dealt.assignment
-        chosen = check_lanes(plan.lanes, () if config.lanes is None else config.lanes)
-        lanes = chosen if dealt is None else list(dealt.assignment.lanes_of(topology.rank))
-        self._memory = self._setup.memory_bound(len(lanes))  # bytes that blocks may take at the start
+        self._rebalancer: Rebalancer | None = None
+        self.assignment: Assignment | None = None  # lanes of all ranks; None if this rank's were chosen
+        lanes = self._share_lanes()
+        self._memory = memory_bound(self._setup, len(lanes))  # bytes that blocks may take at the start
         self._loop: Callable[[], Loop | None] = lambda: None  # weak reference to the last loop
         self._ahead: range | None = None  # steps of the next loop, if the pipeline reads them already
         device = self._setup.device
@@ -76,28 +65,40 @@ class Loader:
         self.allocate: Allocate = np.empty if device is None else device.allocate()
         self.reads_on = config.stride == 1  # read the next epoch while the last steps of one are worked
         self.live = LiveLoader(lanes)
-        self._rebalancer: Rebalancer | None = None
-        if config.rebalance is not None and dealt is not None:
-            self._rebalancer = make_rebalancer(
-                config.rebalance, rank=topology.rank, dealt=dealt, record=self._record_decision
-            )
 
     @cached_property
     def telemetry(self) -> Telemetry:
         """Numbers and tables of this loader that are polled while a run is monitored."""
-        return self.live.make_telemetry(self.plan, self.topology, self._setup.config.offset)
+        from shardkit.loader.monitoring import make_telemetry  # most loaders are not watched
 
-    def _deal(self) -> LaneShares | None:
-        """Compare what all ranks read and distribute the lanes; None if the lanes of this rank were chosen."""
-        dealt, own = first_lanes(self.plan, self.topology, self._setup.config)
-        if self._setup.config.store is None and not self.topology.is_shared:
-            return dealt
-        from shardkit.loader.dealing import compare_and_deal  # slow to import; only several ranks need it
+        return make_telemetry(self.live, self.plan, self.topology, self._setup.config.offset)
 
-        dealt, self._served = compare_and_deal(self._setup, dealt, own)
+    def _share_lanes(self) -> list[int]:
+        """Compare what all ranks read, distribute the lanes and return the lanes of this rank."""
+        setup, config, rank = self._setup, self._setup.config, self.topology.rank
+        if config.lanes is None:
+            self.assignment = fixed_assignment(self.plan, self.topology, config)
+            own = list(self.assignment.lanes_of(rank))
+        else:
+            own = check_lanes(self.plan.lanes, config.lanes)
+        if config.store is None and config.rebalance is None and not self.topology.is_shared:
+            return own
+        from shardkit.loader.lanes import (
+            make_rebalancer,
+            share_lanes,
+        )  # slow to import; only several ranks need it
+
+        shares = share_lanes(setup, self.assignment, own)
+        if shares is None:
+            return own
+        self.assignment, self._served = shares.assignment, shares.served
         if self._served is not None:
             weakref.finalize(self, self._served.close)
-        return dealt
+        self._setup = dataclasses.replace(setup, holders=shares.holders)
+        self._rebalancer = make_rebalancer(
+            config.rebalance, rank=rank, dealt=shares, record=self._record_decision
+        )
+        return list(shares.assignment.lanes_of(rank))
 
     def __repr__(self) -> str:
         rank, world, _ = self.topology
@@ -131,7 +132,7 @@ class Loader:
             self.live.lanes = self._rebalancer.lanes_now()
         counts = LoaderCounts()
         self.live.begin_loop(counts)
-        pipeline.begin_loop(counts)
+        pipeline.counts = counts
         stop = self.plan.epoch_bounds(start)[1]
         if self.plan.is_cut_at(stop):
             _log.warning(
@@ -177,7 +178,8 @@ class Loader:
         lanes = self.lanes if self._rebalancer is None else self._rebalancer.lanes_ahead(start)
         pipeline = self.live.pipeline
         if self._ahead is None or pipeline is None or pipeline.lanes != lanes or self._is_forked():
-            check_geometry(self.plan, start)
+            if start < self.plan.from_step:
+                check_geometry(self.plan, start)
             config = self._setup.config
             numbers = range(start + config.offset, self.plan.epoch_bounds(start)[1], config.stride)
             pipeline = self._open_pipeline(numbers, lanes)
@@ -186,15 +188,13 @@ class Loader:
 
     def _open_pipeline(self, numbers: range, lanes: list[int]) -> Pipeline:
         """Replace the pipeline by one that reads these steps of these lanes."""
-        self._close_pipeline()
-        resources = self._open_resources()
-        resources.read_ahead(numbers, lanes)
-        resources.memory = max(resources.memory, self.memory_needed)  # there may be more lanes
-        self.live.pipeline = Pipeline(
-            self._setup, resources, numbers, lanes, self.allocate, goes_on=self.reads_on,
-            prefetch=self.live.chosen_prefetch,
-        )  # fmt: skip
-        return self.live.pipeline
+        resources, self._ahead = self._open_resources(), None
+        resources.block_memory.limit = max(
+            resources.block_memory.limit, self.memory_needed
+        )  # more lanes, perhaps
+        return resources.open_pipeline(
+            numbers, lanes, self.allocate, goes_on=self.reads_on, prefetch=self.live.chosen_prefetch
+        )
 
     def _move_lanes(self, loop: Loop, lanes: list[int], *, again: bool = False) -> None:
         """Read the rest of a loop with these lanes if they differ from the present ones or if `again`.
@@ -203,7 +203,7 @@ class Loader:
         """
         if again or lanes != loop.pipeline.lanes:
             loop.pipeline = self._open_pipeline(loop.left, lanes)
-            loop.pipeline.begin_loop(loop.counts)
+            loop.pipeline.counts = loop.counts
 
     def _hand_out(self, loop: Loop) -> Batch:
         live, rebalancer = self.live, self._rebalancer
@@ -299,7 +299,7 @@ class Loader:
         if resources is None or resources.process != os.getpid():
             resources = live.resources = LoaderResources(setup, self._memory, self.memory_needed)
             if setup.config.run is not None:  # imported only for loaders with a run
-                from shardkit.loader.steering import open_watch
+                from shardkit.loader.monitoring import open_watch
 
                 resources.watch = open_watch(setup, live, self.telemetry)
             # a method of the resources, not of `self`: the finaliser must not keep the loader alive
@@ -313,9 +313,8 @@ class Loader:
     def _close_pipeline(self) -> None:
         """Stop reading for the loop under way, or for the next one."""
         self._ahead = None
-        if self.live.pipeline is not None and not self._is_forked():
-            self.live.pipeline.close()
-        self.live.pipeline = None
+        if self.resources is not None and not self._is_forked():
+            self.resources.close_pipeline()
 
     def note(self, batch: Batch | Sequence[Batch], losses: Any) -> None:
         """Record the losses of a batch in the run directory, for ``shardkit audit spikes``.
@@ -409,8 +408,10 @@ class Loader:
                 rebalance=. The loader does not change.
             UsageError: another thread is taking a batch.
         """
+        from shardkit.loader.lanes import resized_lanes
+
         topology, assignment, lanes = resized_lanes(self.plan, self._setup.config, rank, world)
-        memory = self._setup.memory_bound(len(lanes))
+        memory = memory_bound(self._setup, len(lanes))
         loop = self._loop()
         with contextlib.nullcontext() if loop is None else loop.turn():
             self._close_pipeline()
@@ -438,7 +439,7 @@ class Loader:
     @property
     def memory_needed(self) -> int:
         """Bytes of blocks that this rank's lanes mix at a time, plus a quarter."""
-        return self._setup.memory_needed(len(self.lanes))
+        return memory_needed(self._setup, len(self.lanes))
 
     @property
     def handed_out(self) -> int:
@@ -478,7 +479,6 @@ class Loader:
     def close(self) -> None:
         """Stop threads and processes, sync and close the journal; may be called twice."""
         self._end_loop("the loader was closed")
-        self._close_pipeline()
         self._close_resources()
         if self._served is not None:
             self._served.close()

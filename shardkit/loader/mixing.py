@@ -30,7 +30,6 @@ from shardkit.ledger.decisions import (
 )
 from shardkit.ledger.losses import Leg, read_losses
 from shardkit.loader.agreement import Exchange
-from shardkit.loader.ranks import Topology
 from shardkit.plan import Mixer, Plan
 
 __all__ = ["Mixing", "make_mixing"]
@@ -46,16 +45,17 @@ class Mixing:
         mixer: decides the weights.
         plan: plan with this mixer; its decisions grow here.
         run: the run directory.
-        topology: rank and number of ranks.
+        rank: rank of this process.
+        world: number of ranks.
         exchange: connects all ranks; None if no messages are needed.
     """
 
     def __init__(
-        self, mixer: Mixer, plan: Plan, run: Path, topology: Topology, exchange: Exchange | None
+        self, mixer: Mixer, plan: Plan, run: Path, rank: int, world: int, exchange: Exchange | None
     ) -> None:
-        self._mixer, self._plan, self._run, self._topology = mixer, plan, run, topology
+        self._mixer, self._plan, self._run, self._rank, self._world = mixer, plan, run, rank, world
         self._exchange = exchange
-        self._leads = (topology.rank if exchange is None else exchange.rank) == 0  # one process decides
+        self._leads = (rank if exchange is None else exchange.rank) == 0  # one process decides
         self._every, self._strata = mixer.every, len(plan.population.strata)
         self._changed = threading.Condition()
         self._seeks = 0  # part of the keys
@@ -152,14 +152,14 @@ class Mixing:
             return False
         own = self._own_losses(stage - 1, step) if self._mixer.needs_losses else LossSums.none(self._strata)
         if not self._leads and self._mixer.needs_losses:
-            self._send(f"losses/{stage}/{self._topology.rank}", [one.tolist() for one in own])
+            self._send(f"losses/{stage}/{self._rank}", [one.tolist() for one in own])
             weights = self._receive(f"decision/{stage}", 0, step)
             with self._changed:
                 self._plan.decide(weights)
                 self._changed.notify_all()
             return True
         if self._mixer.needs_losses:
-            for rank in range(1, self._topology.world):
+            for rank in range(1, self._world):
                 sums, counts = self._receive(f"losses/{stage}/{rank}", rank, step)
                 own += LossSums(np.array(sums, dtype=np.int64), np.array(counts, dtype=np.int64))
         with self._changed:
@@ -167,7 +167,7 @@ class Mixing:
             if self._leads:
                 record(step, DECISION, plan=self._plan.digest, **decision.details)
             self._changed.notify_all()
-        if self._mixer.needs_losses and self._topology.world > 1:
+        if self._mixer.needs_losses and self._world > 1:
             self._send(f"decision/{stage}", list(decision.weights))
         return True
 
@@ -209,7 +209,7 @@ class Mixing:
         return decode_plain(data, max_bytes=_MAX_BYTES)
 
 
-def make_mixing(mixer: Mixer, plan: Plan, run: Path | None, topology: Topology, store: Any) -> Mixing:
+def make_mixing(mixer: Mixer, plan: Plan, run: Path | None, rank: int, world: int, store: Any) -> Mixing:
     """Return this rank's part of mixing.
 
     All processes must make their loaders in the same order, as for the comparison at the start.
@@ -219,7 +219,6 @@ def make_mixing(mixer: Mixer, plan: Plan, run: Path | None, topology: Topology, 
     """
     if run is None:
         raise ConfigurationError("mixer= records its decisions in the run directory: pass run= with it")
-    rank, world, _ = topology
     exchange = None
     if world > 1 and store is not None:
         # an earlier loader of these ranks has left its keys in the store
@@ -232,4 +231,4 @@ def make_mixing(mixer: Mixer, plan: Plan, run: Path | None, topology: Topology, 
                 f"mixer= with {world} ranks needs torch.distributed to be initialised: they talk through its "
                 "store; or pass store= with rank= and world="
             )
-    return Mixing(mixer, plan, run, topology, exchange)
+    return Mixing(mixer, plan, run, rank, world, exchange)

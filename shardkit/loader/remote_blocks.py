@@ -20,9 +20,9 @@ from shardkit.arrays import Int64s
 from shardkit.errors import ShardkitError
 from shardkit.formats import separate_fields
 from shardkit.ledger import Journal
-from shardkit.loader.ranks import Holders
-from shardkit.loader.schedule import plan_group
+from shardkit.loader.gather import plan_group
 from shardkit.loader.settings import LoaderSetup
+from shardkit.loader.sharing import Holders
 from shardkit.plan.assignment import LaneOfBlock
 from shardkit.reading.attestations import Attestation, ReadEvent, ReadEvents
 from shardkit.reading.blocks import BlockReader

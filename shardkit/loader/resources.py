@@ -1,4 +1,4 @@
-"""Resources that a loader opens in one process, and the watchdog that reports stalls."""
+"""What runs for a loader: its resources in one process, the loop under way, and numbers of both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import math
 import os
 import threading
-import warnings
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,13 +19,13 @@ from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
 from shardkit.loader import gather
-from shardkit.loader.batch import Batch
+from shardkit.loader.batch import Batch, LoaderCounts, StepBatches, WindowCounts
 from shardkit.loader.block_loading import BlockLoading
-from shardkit.loader.block_memory import BlockMemory
+from shardkit.loader.block_memory import BlockMemory, MemoryWatch
 from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import FACTS, Allocate
+from shardkit.loader.pipeline import Pipeline
 from shardkit.loader.row_work import RowWork, open_workers
-from shardkit.loader.schedule import StepGroup
 from shardkit.loader.settings import LoaderSetup, Sources
 from shardkit.ranges import shown
 from shardkit.reading.located_store import LocatedStore
@@ -31,18 +33,12 @@ from shardkit.reading.located_store import LocatedStore
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
     from shardkit.ledger.losses import LossWriter
-    from shardkit.loader.batch import LoaderCounts, StepBatches
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.telemetry.recorder import BlockTimes, RunWatch
 
-__all__ = ["LoaderResources", "Watchdog"]
+__all__ = ["LiveLoader", "LoaderResources", "Loop"]
 
 _ENOUGH_FILES: Final = 4096  # for a training program with its workers, sockets and pipes
-_LOADS_BEFORE_ROOM: Final = 16
-_LOADS_BEFORE_TELLING: Final = 256  # too few loads would say nothing about the epoch
-_ROOM_OF_WINDOWS: Final = (
-    1.5  # factor over the blocks that lanes mix at once, because consecutive windows overlap
-)
 _OWN_THREADS = "shardkit-"  # prefix of the names of all threads that this library starts
 _ROOMY_BYTES = 128 << 20  # below this bound 64 MiB of freed memory are not negligible
 
@@ -52,7 +48,7 @@ class LoaderResources:
 
     Args:
         setup: setup of the loader.
-        memory: bytes that blocks may take, from `LoaderSetup.memory_bound`.
+        memory: bytes that blocks may take, from `memory_bound`.
         needed: bytes that the windows of the lanes need.
     """
 
@@ -60,30 +56,30 @@ class LoaderResources:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
         self._setup = setup
-        self._bound = None if config.memory is None else memory  # set by the user or control.toml
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
-        self.told: set[str] = set()  # names of messages that are given once
+        self._told: set[str] = set()  # names of messages that are given once
         self.remote: RemoteBlocks | None = None
+        bound = None if config.memory is None else memory
         if _needs_network(sources):
             from shardkit.loader.remote_blocks import RemoteBlocks
 
-            if self._bound is None:  # reading ahead expects blocks that are used again in memory
+            if bound is None:  # reading ahead expects blocks that are used again in memory
                 memory = memory * 3 // 2
             self.remote = RemoteBlocks(setup, memory)
         # Blocks after use are kept up to the bound if they came over a network, or if any step may need them again.
-        self._fills = self.remote is not None or plan.settings.shuffle == "full"
-        start = memory if self._fills or self._bound is None else needed
+        fills = self.remote is not None or plan.settings.shuffle == "full"
+        start = memory if fills or bound is None else needed
         reader = (self.remote or sources).reader
 
-        self.close_pipeline: Callable[[], None] = lambda: None  # closes the current pipeline
+        self.pipeline: Pipeline | None = None  # reads for the current loop or for the next one
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
-        self._memory = BlockMemory(start)
+        self.block_memory = BlockMemory(start, bound=bound, fills=fills)
         self._batch_memory = BlockMemory(0, inherited=True)
         width = 1 + FACTS * len(setup.fields)
         timed = config.run is not None and config.telemetry is not None
         self._loads = gather.block_rows.Loads(width, timed)
-        load = self._load = BlockLoading(sources, reader, setup.fields, self._memory.take, self._loads)
+        load = self._load = BlockLoading(sources, reader, setup.fields, self.block_memory.take, self._loads)
         if timed:
             from shardkit.telemetry.recorder import BlockTimes
 
@@ -93,7 +89,7 @@ class LoaderResources:
         if start >= _ROOMY_BYTES:
             _keep_freed_memory()
         self._threads = config.num_threads
-        self.window = BlockWindow(load, self._loads, self._memory, start, self._threads, width)
+        self.window = BlockWindow(load, self._loads, self.block_memory, self._threads, width)
         self.workers: Executor | None = None
         if setup.function is not None:
             self.workers = open_workers(config.workers, self._threads, setup.function)
@@ -108,25 +104,6 @@ class LoaderResources:
                 meta={"history": plan.history(), "dataset": reader.urls, "beside": _seen_from(config.run, reader.urls)},
             )  # fmt: skip
 
-    @property
-    def memory(self) -> int:
-        """Bytes that blocks may take now."""
-        return self.window.budget
-
-    @memory.setter
-    def memory(self, num_bytes: int) -> None:
-        self.window.budget = self._memory.limit = num_bytes
-
-    @property
-    def bound(self) -> int:
-        """Bytes that blocks may ever take, if the user has set it; otherwise `memory`."""
-        return self.memory if self._bound is None else self._bound
-
-    @bound.setter
-    def bound(self, num_bytes: int) -> None:
-        self._bound = num_bytes
-        self.memory = num_bytes if self._fills else min(self.memory, num_bytes)
-
     def note_times(self) -> None:
         """Pass the durations of loads in the C module to `times`."""
         if self.times is not None:
@@ -137,18 +114,24 @@ class LoaderResources:
         if self.remote is not None and numbers:
             self.remote.start(numbers.start, lanes, self.window.is_loaded)
 
-    def make_room(self, num_bytes: int) -> bool:
-        """Raise `memory` to 1.5 times `num_bytes`, within the bound.
+    def open_pipeline(
+        self, numbers: range, lanes: list[int], allocate: Allocate, *, goes_on: bool, prefetch: int
+    ) -> Pipeline:
+        """Replace the pipeline by one that reads these steps of these lanes; see `Pipeline`."""
+        self.close_pipeline()
+        self.read_ahead(numbers, lanes)
+        memory = MemoryWatch(self._setup, self.block_memory, len(lanes), self._told)
+        self.pipeline = Pipeline(
+            self._setup, self.window, memory, self._row_work(allocate), self.times, numbers, lanes, allocate,
+            goes_on=goes_on, prefetch=prefetch,
+        )  # fmt: skip
+        return self.pipeline
 
-        Returns False if it cannot grow or `num_bytes` would exceed the bound.
-        """
-        room = max(self.memory, num_bytes * 3 // 2)
-        if self._bound is not None:
-            room = min(room, self._bound)
-        if room < num_bytes or room <= self.memory:
-            return False
-        self.memory = room
-        return True
+    def close_pipeline(self) -> None:
+        """Stop reading for the loop under way, or for the next one."""
+        if self.pipeline is not None:
+            self.pipeline.close()
+        self.pipeline = None
 
     @property
     def verification_failures(self) -> int:
@@ -172,8 +155,8 @@ class LoaderResources:
         if journal is not None and lanes[:1] == [0]:
             if one.step in self._stages:
                 journal.event(one.step, "stage", number=self._stages[one.step])
-            if (made_by := self._setup.made_by) and "decoders" not in self.told:
-                self.told.add("decoders")
+            if (made_by := self._setup.made_by) and "decoders" not in self._told:
+                self._told.add("decoders")
                 journal.event(one.step, "decoders", made_by=made_by)
 
     def note_losses(self, batches: Sequence[Batch], losses: Any) -> None:
@@ -221,7 +204,7 @@ class LoaderResources:
             kind = SUBSTITUTED if facts["kind"] == "substitution" else MASKED
             self.journal.event(kind=kind, **details)  # the audit needs it
 
-    def row_work(self, allocate: Allocate) -> RowWork | None:
+    def _row_work(self, allocate: Allocate) -> RowWork | None:
         """Return the decoding and transforms of one loop; None if rows are handed out as stored.
 
         `allocate` makes the arrays of batches that decoders write to.
@@ -249,7 +232,7 @@ class LoaderResources:
         if self.remote is not None:
             self.remote.close()
         self.window.close()
-        self._memory.close()
+        self.block_memory.close()
         self._batch_memory.close()
         if self.workers is not None:
             self.workers.shutdown(wait=True, cancel_futures=True)
@@ -269,113 +252,190 @@ class LoaderResources:
             self.close()
 
 
-class Watchdog:
-    """Reports stalls; called by a thread that has waited too long, so it costs nothing otherwise.
+class Loop(Iterator[Batch]):
+    """Iterator over the steps of one epoch; ``iter(loader)`` returns one.
 
     Args:
-        setup: setup of the loader.
-        resources: open resources of the loader.
-        lanes: number of lanes that are read.
-        work: decoding and transforms, to report the sample being transformed; None without them.
+        hand_out: takes the next step of this loop from its pipeline and returns it as the trainer gets it.
+        finish: called when another batch is requested after the last step.
+        pipeline: reads the steps; replaced when lanes move.
+        numbers: the steps.
+        stop: first step of the next epoch.
+        counts: counters of this loop.
     """
 
     def __init__(
-        self, setup: LoaderSetup, resources: LoaderResources, lanes: int, work: RowWork | None
+        self,
+        hand_out: Callable[[Loop], Batch],
+        finish: Callable[[Loop], None],
+        pipeline: Pipeline,
+        numbers: range,
+        stop: int,
+        counts: LoaderCounts,
     ) -> None:
-        self._setup, self._resources, self._lanes, self._work = setup, resources, lanes, work
+        self._hand_out, self._finish = hand_out, finish
+        self.pipeline, self.stop, self.counts = pipeline, stop, counts
+        self.left = numbers  # not handed out yet
+        self.ended_by: str | None = None  # reason why it ended before its last step
+        self._turn = threading.Lock()
 
-    def report_stall(self, waited: float, stage: str, group: StepGroup | None) -> None:
-        """Report a wait of `waited` seconds in `stage` of `group`."""
-        (rank, world, _), sources = self._setup.topology, self._setup.sources
-        facts: dict[str, Any] = {"rank": rank, "world": world, "waited_s": round(waited, 1), "stage": stage}
-        at = None if self._work is None else self._work.at
-        loading = self._resources.window.longest_load()
-        if at is not None:
-            facts |= {"stage": "transform", "step": at[0], "sample": at[1]}
-        elif loading is not None:
-            block, seconds = loading
-            shard, inside = sources.rows.shard_of_block(block)
-            facts |= {"stage": "load", "shard": sources.reader.shard_name(shard), "block": inside,
-                      "loading_s": round(seconds, 1)}  # fmt: skip
-            facts |= self._needed_by(block, group)
-        elif group is not None:
-            facts["step"] = group.numbers[0]
-        self._tell(facts)
+    def __next__(self) -> Batch:
+        """Return the next batch."""
+        self._take_turn()
+        try:
+            if not self.left:
+                self._finish(self)
+                raise StopIteration
+            if self.ended_by is not None:
+                raise self.ended()
+            return self._hand_out(self)
+        finally:
+            self._turn.release()
 
-    def over_memory(self, step: int, needed: int) -> None:
-        """Warn that the blocks of a single step exceed the memory bound; only once, because other steps will too."""
-        told, budget = self._resources.told, self._resources.memory
-        if "over_memory" in told:
-            return
-        told.add("over_memory")
-        self._setup.events.record("over_memory", step=step, needed_bytes=needed, memory_bytes=budget)
-        warnings.warn(
-            f"shardkit: the blocks of step {step} take {needed / 2**20:.1f} MiB, memory={budget / 2**20:.1f} MiB; they "
-            "are loaded all the same. Give the loader more memory, the plan fewer lanes, or the dataset smaller blocks "
-            "(shardkit rebuild --block-size)",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Return a context during which other threads may not take a batch."""
+        self._take_turn()
+        try:
+            yield
+        finally:
+            self._turn.release()
 
-    def note_admission(self) -> None:
-        """Check whether most loads of the epoch are of blocks that were evicted before.
-
-        If so, memory grows unless the user has bounded it; otherwise a warning is given once.
-        """
-        resources, settings = self._resources, self._setup.plan.settings
-        window, told = resources.window, resources.told
-        full, loads = settings.shuffle == "full", window.epoch_loads
-        again = window.epoch_reloads if full else window.epoch_soon_again
-        if "rereading" in told or loads < _LOADS_BEFORE_ROOM or 2 * again < loads:
-            return
-        budget = window.budget
-        if not full and resources.make_room(budget):
-            window.count_anew()
-            return
-        if loads < _LOADS_BEFORE_TELLING:
-            return
-        told.add("rereading")
-        self._setup.events.record("rereading", loads=loads, reloads=again, memory_bytes=budget)
-        if full:
-            advice = (
-                'rows of all blocks are mixed with shuffle="full", so that only the whole dataset would do'
+    def _take_turn(self) -> None:
+        """Raise UsageError if another thread is taking a batch; the loop does not change."""
+        if not self._turn.acquire(blocking=False):
+            raise UsageError(
+                f"another thread is taking step {self.left[0] if self.left else self.stop} from this loop, and batches "
+                "come in order, one at a time: take them in one thread, or hold a lock around next(); the loop "
+                "continues in the other thread"
             )
-        else:
-            # many strata need more than the windows
-            mixed = self._lanes * settings.window_blocks * window.mean_block()
-            needed = max(2 * budget, _ROOM_OF_WINDOWS * mixed)
-            advice = (
-                f"{self._lanes} lanes mix rows of {settings.window_blocks} blocks each: give the loader "
-                f"memory={_in_mib(needed)!r}, or the plan fewer lanes or a smaller window_blocks"
-            )
-        warnings.warn(
-            f"shardkit: memory={_in_mib(budget)!r} is too little: of {loads} blocks that were read, {again} had been "
-            f"read and dropped before in the same epoch; {advice}",
-            RuntimeWarning,
-            stacklevel=2,
+
+    def ended(self) -> UsageError:
+        """Return the error that a loop raises if it ended before its last step."""
+        return UsageError(
+            f"this loop ended before step {self.left[0]}: {self.ended_by}. A loader has one loop at a time; to look at "
+            "the next batch without leaving the loop call loader.peek()"
         )
 
-    def _needed_by(self, block: int, group: StepGroup | None) -> dict[str, Any]:
-        rows = np.zeros(0, np.int64) if group is None else np.flatnonzero(group.block_of == block)
-        if group is None or not len(rows):
-            return {}
-        first = int(rows[0])
-        step = int(np.searchsorted(group.borders, first, side="right")) - 1
-        return {"step": group.numbers[step], "lane": int(group.slots[first]) // self._setup.plan.cell_size}
+    def close(self) -> None:
+        """End the loop and stop reading for it; may be called twice."""
+        self.ended_by = self.ended_by or "it was closed"
+        if self.left:
+            self.pipeline.close()
 
-    def _tell(self, facts: dict[str, Any]) -> None:
-        self._setup.events.record("stall", **{name: value for name, value in facts.items() if name != "rank"})
-        if self._setup.config.on_stall is not None:
-            self._setup.config.on_stall(facts)
-            return
-        details = ", ".join(f"{name} {facts[name]}" for name in ("step", "lane", "sample", "shard", "block")
-                            if name in facts)  # fmt: skip
-        warnings.warn(
-            f"shardkit: rank {facts['rank']} of {facts['world']} has waited {facts['waited_s']} s for a batch; stage "
-            f"{facts['stage']}" + (f" ({details})" if details else ""),
-            RuntimeWarning,
-            stacklevel=2,
+    def __del__(self) -> None:
+        if self.left:
+            self.pipeline.close()
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if the loop has another batch to deliver."""
+        return bool(self.left) and self.ended_by is None
+
+
+class LiveLoader:
+    """State of a running loader; telemetry and control hold this object, so that they do not keep the loader alive.
+
+    Attributes:
+        lanes: lanes that the rank works now.
+        counts: counters of the current or last loop.
+        resources: resources that are open in this process; None before the first loop.
+        handed_out: the step after the last one handed out.
+        started_at: ``time.perf_counter`` at the start of the loop.
+        handed_at: ``time.perf_counter`` when the last batch was handed out.
+        computed_s: seconds that the rank's part of the last step took; negative if not reported.
+        cells: number of cells handed out in all loops.
+        chosen_prefetch: number of finished steps that may wait, if it was changed while the loader ran; otherwise 0.
+    """
+
+    def __init__(self, lanes: list[int]) -> None:
+        self.lanes = lanes
+        self.counts = LoaderCounts()
+        self.resources: LoaderResources | None = None
+        self.handed_out = self.cells = self.chosen_prefetch = 0
+        self.started_at = self.handed_at = 0.0
+        self.computed_s = -1.0
+        self._with_trainer: LoaderCounts | None = None  # counters of the loop whose batch the trainer has
+        self._lock = threading.Lock()
+        self._past: Counter[str] = Counter()  # sums of the counters of earlier loops
+
+    def begin_loop(self, counts: LoaderCounts) -> None:
+        """Add the counters of the last loop to the sums, and count in `counts` from now on."""
+        with self._lock:
+            self._past.update(_numbers(self.counts, but="last_wait_s"))
+            self.counts = counts
+        self.started_at = self.handed_at = time.perf_counter()
+
+    def begin_batch(self, counts: LoaderCounts) -> None:
+        """Note that the trainer gets a batch of the loop with these counters."""
+        self._with_trainer = counts
+        self.handed_at, self.computed_s = time.perf_counter(), -1.0
+
+    def end_batch(self, counts: LoaderCounts) -> bool:
+        """Note that the trainer comes back to the loop with these counters; return True if it had a batch of it."""
+        if self._with_trainer is not counts:
+            return False
+        self._with_trainer = None
+        counts.computed_s += max(0.0, self.computed_s)
+        return True
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Reads for the current loop or for the next one; None if nothing is read."""
+        return None if self.resources is None else self.resources.pipeline
+
+    @property
+    def prefetch(self) -> int | None:
+        """Number of finished steps that may wait; None if each step is gathered on request."""
+        return None if self.pipeline is None else self.pipeline.prefetch or None
+
+    @prefetch.setter
+    def prefetch(self, steps: int) -> None:
+        self.chosen_prefetch = steps
+        if self.pipeline is not None:
+            self.pipeline.prefetch = steps
+
+    def of_loop(self) -> dict[str, float]:
+        """Return counters of the loop and of all block loads, for `Loader.stats`."""
+        counts = self.counts
+        found = _numbers(counts) | self._now() | {"lanes": float(len(self.lanes))}
+        found["wait_per_step_s"] = counts.consumer_wait_s / max(1, counts.steps)
+        elapsed = found["elapsed_s"] = self.handed_at - self.started_at
+        found["samples_per_s"] = counts.samples / elapsed if elapsed else 0.0
+        return found | self.reads()
+
+    def of_all_loops(self) -> dict[str, float]:
+        """Return counters summed over all loops, for telemetry, whose counters only grow."""
+        with self._lock:
+            found: Counter[str] = self._past.copy()
+            counts = self.counts
+            found.update(_numbers(counts, but="last_wait_s"))
+        more = {"cells": float(self.cells), "last_wait_s": counts.last_wait_s}
+        if self.resources is not None:
+            more["memory_bytes"] = float(self.resources.block_memory.limit)
+            more["verification_failures"] = float(self.resources.verification_failures)
+        return dict(found) | self._now() | more
+
+    def _now(self) -> dict[str, float]:
+        found = {"step": float(self.handed_out)}
+        if self.pipeline is not None:
+            found["queued_groups"], found["queued_steps"] = map(float, self.pipeline.queued)
+        if self.resources is not None:
+            window = self.resources.window
+            found |= _numbers(window.counts)
+            found["window_bytes"] = float(window.nbytes)
+        return found
+
+    def reads(self) -> dict[str, float]:
+        """Return counters of network reads and of the cache; empty if all blocks are local."""
+        return (
+            {} if self.resources is None or self.resources.remote is None else self.resources.remote.stats()
         )
+
+
+def _numbers(counts: LoaderCounts | WindowCounts, but: str = "") -> dict[str, float]:
+    names = (one.name for one in fields(counts))
+    return {name: float(getattr(counts, name)) for name in names if name != but}
 
 
 def _needs_network(sources: Sources) -> bool:
@@ -410,7 +470,3 @@ def _raise_file_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _in_mib(size: float) -> str:
-    return f"{math.ceil(size / 2**20)}MiB"

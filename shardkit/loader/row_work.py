@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +37,6 @@ _ATTEMPTS = 16
 _function: RowFunction | None = None  # of this worker process
 
 
-_ALL: Final[Mapping[str, NDArray[Any]]] = {}
-
-
 class BegunRows(NamedTuple):
     """A gathered batch whose rows workers may be decoding."""
 
@@ -49,8 +46,8 @@ class BegunRows(NamedTuple):
     samples: NDArray[np.int64]
     slots: NDArray[np.int64]
     pieces: list[Future[Rows]]  # in order; empty without workers
-    into: Mapping[str, NDArray[Any]] = _ALL  # arrays of the batch that decoders write their rows to
-    valid: Mapping[str, NDArray[np.bool_]] = _ALL  # optional field → (n,) presence of a value
+    valid: Mapping[str, NDArray[np.bool_]]  # optional field → (n,) presence of a value
+    into: Mapping[str, NDArray[Any]]  # arrays of the batch that decoders write their rows to
 
     def give_up(self) -> None:
         """Cancel the pieces that have not begun and wait for the rest."""
@@ -107,6 +104,7 @@ class RowWork:
     def begin(
         self,
         fields: dict[str, Any],
+        valid: Mapping[str, NDArray[np.bool_]],
         step: int,
         samples: NDArray[np.int64],
         slots: NDArray[np.int64],
@@ -115,7 +113,7 @@ class RowWork:
         """Submit the rows of a batch to the workers; a whole step of `step_rows` rows makes `parts` pieces."""
         function = self._function
         if function is None:
-            return BegunRows(fields, {}, step, samples, slots, [])
+            return BegunRows(fields, {}, step, samples, slots, [], valid, {})
         # without a transform, columns that are not decoded need no work per row
         columns = (
             fields if function.transform else {n: v for n, v in fields.items() if n in function.decoders}
@@ -126,7 +124,7 @@ class RowWork:
             if name in columns
         }
         pieces = self._submit(function, columns, step, slots, max(1, -(-step_rows // self._parts)), into)
-        return BegunRows(fields, columns, step, samples, slots, pieces, into)
+        return BegunRows(fields, columns, step, samples, slots, pieces, valid, into)
 
     def finish(self, begun: BegunRows) -> tuple[dict[str, Any], NDArray[np.int64]]:
         """Return the fields of the batch after decoding and transforms, and its (n,) sample numbers."""

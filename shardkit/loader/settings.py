@@ -1,4 +1,4 @@
-"""Settings of a loader, the sources of its rows, and values derived from both."""
+"""Settings of a loader, the rank that it works for, the sources of its rows, and values derived from them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-from shardkit.errors import ConfigurationError, MissingDependency
-from shardkit.extras import install_command
-from shardkit.formats import Schema, presence_of
-from shardkit.loader.batch import MissingValues
-from shardkit.loader.ranks import (
-    Holders,
-    LaneShares,
-    Topology,
-    check_lanes,
-    check_shares,
-    find_topology,
-    fixed_shares,
-)
-from shardkit.loader.rebalancing import Rebalancing
+from shardkit.errors import ConfigurationError
+from shardkit.formats import Schema
+from shardkit.loader.batch import MissingValues, gathered_fields, makes_tensors
 from shardkit.loader.transforms import (
     BatchTransform,
     Decoder,
@@ -35,17 +24,32 @@ from shardkit.loader.transforms import (
     split_decoders,
     with_generator,
 )
-from shardkit.plan import Assignment, Mixer, Plan
+from shardkit.plan import Assignment, Mixer, Plan, assign
+from shardkit.plan.assignment import Rules
 from shardkit.ranges import Range, shown
 from shardkit.reading.blocks import BlockReader, RowMap
 
 if TYPE_CHECKING:
     from shardkit.loader.device import DeviceOutput
     from shardkit.loader.mixing import Mixing
+    from shardkit.loader.sharing import Holders
     from shardkit.telemetry import TelemetrySettings
     from shardkit.telemetry.recorder import EventLog
 
-__all__ = ["LoaderConfig", "LoaderSetup", "OnError", "OnStall", "Sources", "Workers"]
+__all__ = [
+    "LoaderConfig",
+    "LoaderSetup",
+    "OnError",
+    "OnStall",
+    "Rebalancing",
+    "Sources",
+    "Topology",
+    "Workers",
+    "check_lanes",
+    "find_topology",
+    "fixed_assignment",
+    "make_setup",
+]
 
 Workers: TypeAlias = Literal["threads", "processes"]
 """Workers that run decoders and transforms."""
@@ -90,11 +94,6 @@ _KINDS: Sequence[tuple[str, str, Callable[[Any], bool]]] = [
 ]  # fmt: skip
 """Checks of other settings: name, expected value, and a predicate."""
 
-_AHEAD: Final = 0.25  # share of the windows that is added for the next blocks
-_LEAST: Final = 1 << 20
-_PAGE: Final = 4096
-_WHOLE: Final = 2 << 30  # default bound if rows of all blocks are mixed
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
@@ -109,6 +108,27 @@ class Sources:
     row_bytes: Callable[[Sequence[str]], int]  # typical bytes of the given fields of a row
     fetch: Callable[[int], dict[str, Any]]  # reads one sample, verified
     describe: Callable[[int], str]  # number, key and source of a sample, for messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebalancing:
+    """Settings of rebalancing; ``rebalance=True`` stands for the defaults.
+
+    Attributes:
+        every: steps between two evaluations of the telemetry; each evaluates at most that many steps.
+        rules: conditions for moving lanes.
+        store: torch store that all ranks share and nothing else uses; by default a prefix of the process group's store.
+        timeout_s: seconds that a rank waits for a decision of the leader. Ranks that train in step do not wait.
+    """
+
+    every: int = 16
+    rules: Rules = field(default_factory=Rules)
+    store: Any = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        Range(1, 10**6).check("rebalancing: every", self.every)
+        Range(0, 604_800, above=True).check("rebalancing: timeout_s", self.timeout_s, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,95 +230,198 @@ class LoaderConfig:
             )
 
 
-def gathered_fields(schema: Schema, config: LoaderConfig) -> list[str]:
-    """Return the columns to gather in the requested order, with the presence columns of optional fields at the end."""
-    fields = list(schema if config.fields is None else config.fields)
-    for name in fields:
-        if name not in schema:
-            raise ConfigurationError(f"fields: {name!r} is not in the schema; it has {', '.join(schema)}")
-    gathered = dict.fromkeys(fields)
-    for name in fields:
-        if schema[name].optional:
-            gathered[presence_of(name)] = None
-    return list(gathered)
+# ---- ranks and their lanes
+
+# Launchers that start several processes but may leave RANK unset. With a default of rank 0 of 1 every process would
+# train on all data.
+_LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
-def first_lanes(plan: Plan, topology: Topology, config: LoaderConfig) -> tuple[LaneShares | None, list[int]]:
-    """Return the fixed shares (None if lanes were chosen) and this rank's lanes, without communication."""
-    if config.lanes is not None:
-        return None, check_lanes(plan.lanes, config.lanes)
-    check_shares(plan, topology.world, uneven=config.uneven)
-    dealt = fixed_shares(plan, topology.world, config.assignment)
-    return dealt, list(dealt.assignment.lanes_of(topology.rank))
+# Names of data-parallel mesh dimensions in torch's own trainers.
+_DATA_PARALLEL = frozenset(
+    {"dp", "ddp", "fsdp", "data", "dp_replicate", "dp_shard", "replicate", "shard", "batch"}
+)
 
 
-def resized_lanes(
-    plan: Plan, config: LoaderConfig, rank: int, world: int
-) -> tuple[Topology, Assignment, list[int]]:
-    """Return ranks, fixed shares and the lanes of `rank` after `Loader.resize`.
+_RANK, _WORLD = Range(0, 2**31 - 1), Range(1, 2**31 - 1)
+
+
+class Topology(NamedTuple):
+    """Rank and world size of this process, as torch defines them."""
+
+    rank: int
+    world: int
+    source: str  # where the numbers come from, for messages
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the ranks can communicate through torch's process group."""
+        return self.source in ("the process group", "the device mesh")
+
+
+def find_topology(
+    rank: int | None, world: int | None, environ: Mapping[str, str] | None = None, mesh: Any = None
+) -> Topology:
+    """Return rank and world size from the arguments, the process group, or RANK and WORLD_SIZE, in this order.
+
+    Without any of them this is the only process, rank 0 of 1. With `mesh`, a torch DeviceMesh, the data-parallel
+    coordinate is the rank, so ranks that differ only in tensor, pipeline or context parallelism read the same cells.
 
     Raises:
-        ConfigurationError: `world` ranks cannot share the lanes, or settings decide the lanes.
+        ConfigurationError: two sources contradict each other, one number of a pair is missing, or a launcher started
+            several processes without setting their ranks.
     """
-    if config.mixer is not None:
-        raise ConfigurationError(
-            "resize: ranks exchange the losses of a mixer; make a loader of the new ranks and load the state"
-        )
-    for name in ("mesh", "lanes", "rebalance"):
-        if getattr(config, name) is not None:
+    environ = os.environ if environ is None else environ
+    if mesh is not None:
+        if rank is not None or world is not None:
+            raise ConfigurationError("mesh= and rank=, world= contradict each other: give one of them")
+        return _from_mesh(mesh)
+    found = [
+        t for t in (_from_arguments(rank, world), _from_process_group(), _from_environment(environ)) if t
+    ]
+    if not found:
+        for name in _LAUNCHERS:
+            if environ.get(name, "1") not in ("", "1"):
+                raise ConfigurationError(
+                    f"{name} is {environ[name]} but RANK and WORLD_SIZE are not set: each of these processes would "
+                    "read everything. Start with torchrun, or pass rank= and world= to ds.loader"
+                )
+        return Topology(0, 1, "a lone process")
+    first = found[0]
+    for other in found[1:]:
+        if (other.rank, other.world) != (first.rank, first.world) and first.source != "the arguments":
             raise ConfigurationError(
-                f"resize: {name}= decides the lanes of this loader; make it without {name}="
+                f"{first.source} says rank {first.rank} of {first.world}, {other.source} says rank {other.rank} of "
+                f"{other.world}; pass rank= and world= to ds.loader to say which is right"
             )
-    topology = find_topology(rank, world)
-    check_shares(plan, topology.world, uneven=config.uneven)
-    assignment = fixed_shares(plan, topology.world, config.assignment).assignment
-    return topology, assignment, list(assignment.lanes_of(topology.rank))
+    if not 0 <= first.rank < first.world:
+        raise ConfigurationError(f"rank {first.rank} of {first.world} ({first.source}) is impossible")
+    return first
 
 
-def makes_tensors(config: LoaderConfig) -> bool:
-    """Return True if batches hold torch tensors; import torch if tensors or a device were requested."""
-    wanted = "torch" in sys.modules if config.tensors is None else config.tensors
-    if not wanted and config.device is None:
-        return False
+def check_lanes(lanes: int, chosen: Sequence[int]) -> list[int]:
+    """Return the lanes chosen by the caller, ascending.
+
+    Raises:
+        ConfigurationError: they are not distinct numbers from 0 to `lanes` − 1.
+    """
     try:
-        __import__("torch")
-    except ImportError as error:
-        raise MissingDependency(
-            f"ds.loader(tensors=True) needs torch; run: {install_command('train')}, or take numpy arrays: "
-            "tensors=False"
-        ) from error
-    return True
+        own = sorted(int(Range(0, lanes - 1).check("lanes", lane)) for lane in chosen)
+    except TypeError:  # no sequence
+        raise ConfigurationError(f"lanes={shown(chosen)}: a list of lane numbers is expected") from None
+    if len(set(own)) != len(own):
+        raise ConfigurationError(f"lanes={list(chosen)}: distinct numbers from 0 to {lanes - 1} are expected")
+    return own
+
+
+def check_shares(plan: Plan, world: int, *, uneven: bool) -> None:
+    """Raise ConfigurationError unless `world` ranks can share the lanes, in equal parts unless `uneven`."""
+    lanes = plan.lanes
+    if world > lanes:
+        raise ConfigurationError(
+            f"{world} ranks cannot share {lanes} lanes; make the plan with lanes={world} or more, or use fewer ranks"
+        )
+    if lanes % world and not uneven:
+        fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+        raise ConfigurationError(
+            f"{lanes} lanes do not divide evenly over {world} ranks, and a trainer that averages over ranks would get "
+            f"wrong gradients. World sizes that fit: {fitting}. Or pass uneven=True and multiply the loss by "
+            "batch.weight"
+        )
+    if not uneven and world > 1 and _has_short_step(plan):
+        raise ConfigurationError(
+            "the last step of each epoch is short and would give ranks unequal batches; make the plan with "
+            'remainder="drop", or pass uneven=True and multiply the loss by batch.weight'
+        )
+
+
+def fixed_assignment(plan: Plan, topology: Topology, config: LoaderConfig) -> Assignment:
+    """Return the given assignment of lanes, or fixed shares without one; no communication is needed.
+
+    Raises:
+        ConfigurationError: the ranks cannot share the lanes.
+    """
+    given, world = config.assignment, topology.world
+    check_shares(plan, world, uneven=config.uneven)
+    if not isinstance(given, Assignment):
+        return assign(plan.lanes, world)
+    if (len(given.owner), given.ranks) != (plan.lanes, world):
+        raise ConfigurationError(
+            f"assignment= deals {len(given.owner)} lanes to {given.ranks} ranks; the plan has {plan.lanes} lanes, and "
+            f"{world} ranks share them"
+        )
+    return given
+
+
+def _has_short_step(plan: Plan) -> bool:
+    length = plan.steps_per_pass
+    return bool(length and (plan.step(length - 1) < 0).any())
+
+
+def _from_arguments(rank: int | None, world: int | None) -> Topology | None:
+    if (rank is None) != (world is None):
+        raise ConfigurationError(f"rank={rank} and world={world}: give both or neither")
+    if rank is None or world is None:
+        return None
+    return Topology(_RANK.check("rank", rank), _WORLD.check("world", world), "the arguments")
+
+
+def _from_mesh(mesh: Any) -> Topology:
+    """Return the coordinate over the mesh's data-parallel dimensions, the outermost dimension first."""
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ConfigurationError(f"mesh={shown(mesh)}: a torch DeviceMesh is expected")
+    names = tuple(mesh.mesh_dim_names or ())
+    chosen = [d for d in range(mesh.ndim) if mesh.ndim == 1 or (names and names[d] in _DATA_PARALLEL)]
+    if not chosen:
+        raise ConfigurationError(
+            f"mesh with dimensions {names or mesh.ndim}: none is called {', '.join(sorted(_DATA_PARALLEL))}; pass the "
+            'part that data is dealt over, such as mesh["dp"]'
+        )
+    rank, world = 0, 1
+    for dimension in chosen:
+        rank = rank * mesh.size(dimension) + mesh.get_local_rank(dimension)
+        world *= mesh.size(dimension)
+    return Topology(rank, world, "the device mesh")
+
+
+def _from_process_group() -> Topology | None:
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return Topology(distributed.get_rank(), distributed.get_world_size(), "the process group")
+
+
+def _from_environment(environ: Mapping[str, str]) -> Topology | None:
+    rank, world = environ.get("RANK"), environ.get("WORLD_SIZE")
+    if rank is None and world is None:
+        return None
+    try:
+        return Topology(int(rank or ""), int(world or ""), "the environment (RANK, WORLD_SIZE)")
+    except ValueError:
+        raise ConfigurationError(
+            f"RANK={rank!r} and WORLD_SIZE={world!r}: two whole numbers are expected; start with torchrun"
+        ) from None
+
+
+# ---- what the components of a loader share
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSetup:
-    """The constant part of a loader, shared by its components: the data it reads and its settings.
-
-    Attributes:
-        plan: assigns samples to steps.
-        sources: access to rows and blocks.
-        config: settings of the user.
-        topology: rank and world size.
-        fields: columns to gather, in this order.
-        tensors: batches hold torch tensors.
-        missing: treatment of rows without a value of an optional field.
-        function: function applied to each row; None if no rows are decoded or transformed.
-        device: delivers batches on a device; None if they stay on the host.
-        holders: caches of other nodes that blocks may come from.
-        mixing: decides the weights of the plan; None if they are known.
-    """
+    """The constant part of a loader, shared by its components: the data it reads and its settings."""
 
     plan: Plan
     sources: Sources
     config: LoaderConfig
     topology: Topology
-    fields: Sequence[str]
-    tensors: bool
+    fields: Sequence[str]  # columns to gather, in this order
+    tensors: bool  # batches hold torch tensors
     missing: MissingValues
-    function: RowFunction | None = None
-    device: DeviceOutput | None = None
-    holders: Holders | None = None
-    mixing: Mixing | None = None
+    function: RowFunction | None = None  # applied to each row; None if no rows are decoded or transformed
+    device: DeviceOutput | None = None  # delivers batches on a device; None if they stay on the host
+    holders: Holders | None = None  # caches of other nodes that blocks may come from
+    mixing: Mixing | None = None  # decides the weights of the plan; None if they are known
 
     @cached_property
     def events(self) -> EventLog:
@@ -313,38 +436,6 @@ class LoaderSetup:
         decoders = {} if self.function is None else self.function.row_decoders
         return {name: one.made_by for name, one in decoders.items()}
 
-    def memory_needed(self, lanes: int) -> int:
-        """Return the bytes of the blocks that `lanes` lanes mix at a time, plus a quarter (SPEC.md §2).
-
-        With less memory the same blocks would be read repeatedly. The result is at most the size of the dataset plus a
-        quarter. With ``shuffle="full"`` it is the minimum of 1 MiB, because only the whole dataset would be enough.
-        """
-        plan, sources = self.plan, self.sources
-        blocks = 0 if plan.settings.shuffle == "full" else min(sources.rows.blocks, lanes * plan.open_blocks)
-        size = -(-max(1, sources.mean_block_bytes) // _PAGE) * _PAGE
-        return max(_LEAST, int(blocks * size * (1 + _AHEAD)))
-
-    def memory_bound(self, lanes: int) -> int:
-        """Return the bytes that the blocks of one process may take; workers of a rank share `config.memory`.
-
-        Raises:
-            ConfigurationError: `config.memory` is less than the lanes need.
-        """
-        config, plan, sources = self.config, self.plan, self.sources
-        needed = self.memory_needed(lanes)
-        if config.memory is None:
-            whole = min(_WHOLE, sources.rows.blocks * 2 * sources.mean_block_bytes)
-            return max(needed, whole) if plan.settings.shuffle == "full" else needed
-        bound = config.memory // config.stride
-        if bound < needed:
-            workers = f" for each of {config.stride} workers" if config.stride > 1 else ""
-            raise ConfigurationError(
-                f"memory={config.memory} is {bound} bytes{workers}; {lanes} lanes mix rows of {plan.open_blocks} "
-                f"blocks of {sources.mean_block_bytes} bytes each and need {needed}{workers}: leave memory out, pass "
-                f"at least {needed * config.stride}, or give the plan fewer lanes or a smaller window_blocks"
-            )
-        return bound
-
 
 def make_setup(plan: Plan, sources: Sources, config: LoaderConfig) -> LoaderSetup:
     """Return the constant part of a loader.
@@ -354,12 +445,12 @@ def make_setup(plan: Plan, sources: Sources, config: LoaderConfig) -> LoaderSetu
         MissingDependency: torch or a decoder is not installed.
     """
     topology = find_topology(config.rank, config.world, mesh=config.mesh)
-    fields, tensors = gathered_fields(sources.schema, config), makes_tensors(config)
+    fields = gathered_fields(sources.schema, config.fields)
     mixing = device = None
     if config.mixer is not None:
         from shardkit.loader.mixing import make_mixing  # most loaders have no mixer
 
-        mixing = make_mixing(config.mixer, plan, config.run, topology, config.store)
+        mixing = make_mixing(config.mixer, plan, config.run, topology.rank, topology.world, config.store)
     decoders = find_decoders(config.decode, sources.schema) if config.decode else {}
     if config.device is not None:
         from shardkit.loader.device import DeviceOutput, find_device
@@ -377,6 +468,7 @@ def make_setup(plan: Plan, sources: Sources, config: LoaderConfig) -> LoaderSetu
         )  # fmt: skip
     return LoaderSetup(
         plan=plan, sources=replace(sources, reader=sources.reader.for_fields(fields)), config=config,
-        topology=topology, fields=fields, tensors=tensors,
+        topology=topology, fields=fields,
+        tensors=makes_tensors(config.tensors, on_device=config.device is not None),
         missing=MissingValues(sources.schema, fields, config.fill), function=function, device=device, mixing=mixing,
     )  # fmt: skip

@@ -1,8 +1,4 @@
-/* SHA-256 (FIPS 180-4) by the SHA instructions of x86-64 and ARM64. On other processors the caller uses hashlib.
- *
- * Each round needs the result of the round before it, so a single message leaves these instructions idle for almost half
- * of the time. Two messages are therefore hashed together, at 1.8 times the rate of one on AMD's Zen.
- */
+/* SHA-256 (FIPS 180-4) by the SHA instructions of x86-64 and ARM64. On other processors the caller uses hashlib. */
 #ifndef SHARDKIT_SHA256_H
 #define SHARDKIT_SHA256_H
 #include <stdint.h>
@@ -146,55 +142,29 @@ SHA256_INLINE Words schedule(Words a, Words b, Words c, Words d)
 }
 #endif
 
-/* Compress as many chunks of each of `ways` messages, a constant of the caller. */
-SHA256_INLINE void compress(Sha256 *const *messages, int ways, int64_t chunks)
+/* Compress all chunks of a message that are there. */
+SHA256_TARGET static void compress(Sha256 *message)
 {
-    Words one[2], other[2], words[2][4];
-    for (int way = 0; way < ways; way++)
-        load_state(messages[way]->state, &one[way], &other[way]);
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        Words old_one[2], old_other[2];
+    Words one, other, words[4];
+    load_state(message->state, &one, &other);
+    for (; message->chunks; message->chunks--, message->next += SHA256_CHUNK) {
+        const Words old_one = one, old_other = other;
         UNROLLED
-        for (int way = 0; way < ways; way++) {
-            old_one[way] = one[way], old_other[way] = other[way];
-            UNROLLED
-            for (int n = 0; n < 4; n++)
-                words[way][n] = load_words(messages[way]->next + chunk * SHA256_CHUNK + 16 * n);
-        }
+        for (int n = 0; n < 4; n++)
+            words[n] = load_words(message->next + 16 * n);
         UNROLLED
         for (int n = 0; n < 16; n++) {
-            UNROLLED
-            for (int way = 0; way < ways; way++) {
-                Words *word = words[way];
-                four_rounds(&one[way], &other[way], word[n & 3], n);
-                if (n < 12)
-                    word[n & 3] = schedule(word[n & 3], word[(n + 1) & 3], word[(n + 2) & 3], word[(n + 3) & 3]);
-            }
+            four_rounds(&one, &other, words[n & 3], n);
+            if (n < 12)
+                words[n & 3] = schedule(words[n & 3], words[(n + 1) & 3], words[(n + 2) & 3], words[(n + 3) & 3]);
         }
-        UNROLLED
-        for (int way = 0; way < ways; way++)
-            one[way] = add_words(one[way], old_one[way]), other[way] = add_words(other[way], old_other[way]);
+        one = add_words(one, old_one), other = add_words(other, old_other);
     }
-    for (int way = 0; way < ways; way++) {
-        store_state(messages[way]->state, one[way], other[way]);
-        messages[way]->next += chunks * SHA256_CHUNK, messages[way]->chunks -= chunks;
-    }
-}
-
-SHA256_TARGET static void compress_one(Sha256 *message)
-{
-    compress(&message, 1, message->chunks);
-}
-
-SHA256_TARGET static void compress_two(Sha256 *first, Sha256 *second)
-{
-    Sha256 *const both[2] = {first, second};
-    compress(both, 2, first->chunks < second->chunks ? first->chunks : second->chunks);
+    store_state(message->state, one, other);
 }
 #else
 static int sha256_is_here(void) { return 0; }
-static void compress_one(Sha256 *message) { (void)message; }
-static void compress_two(Sha256 *first, Sha256 *second) { (void)first, (void)second; }
+static void compress(Sha256 *message) { message->chunks = 0; }
 #endif
 
 static void sha256_begin(Sha256 *self, const struct iovec *pieces, int64_t count)
@@ -208,12 +178,10 @@ static void sha256_begin(Sha256 *self, const struct iovec *pieces, int64_t count
         self->size += pieces[n].iov_len;
 }
 
-/* Find the next chunks unless there are some: 0 at the end of the message. */
+/* Find the next chunks: 0 at the end of the message. */
 static int sha256_has_chunks(Sha256 *self)
 {
     size_t held = 0; /* bytes of a chunk that several pieces share */
-    if (self->chunks)
-        return 1;
     for (; self->count; self->pieces++, self->count--, self->skip = 0) {
         const unsigned char *from = (const unsigned char *)self->pieces->iov_base + self->skip;
         const size_t bytes = self->pieces->iov_len - self->skip, room = SHA256_CHUNK - held;
@@ -242,21 +210,16 @@ static int sha256_has_chunks(Sha256 *self)
     return 1;
 }
 
-/* Hash a message to its end, together with another one where that is not NULL. */
-static void sha256_run(Sha256 *self, Sha256 *other)
+/* Whether pieces of memory are a message of this digest. */
+static int sha256_is(const unsigned char *digest, const struct iovec *pieces, int64_t count)
 {
-    while (other && sha256_has_chunks(self) && sha256_has_chunks(other))
-        compress_two(self, other);
-    for (Sha256 *rest = self; rest; rest = rest == self ? other : NULL)
-        while (sha256_has_chunks(rest))
-            compress_one(rest);
-}
-
-static int sha256_is(const Sha256 *self, const unsigned char *digest)
-{
+    Sha256 hash;
     unsigned char differs = 0;
+    sha256_begin(&hash, pieces, count);
+    while (sha256_has_chunks(&hash))
+        compress(&hash);
     for (int n = 0; n < SHA256_BYTES; n++)
-        differs |= (unsigned char)(digest[n] ^ (self->state[n / 4] >> (24 - 8 * (n % 4))));
+        differs |= (unsigned char)(digest[n] ^ (hash.state[n / 4] >> (24 - 8 * (n % 4))));
     return !differs;
 }
 

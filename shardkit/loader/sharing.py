@@ -7,14 +7,14 @@ import socket
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from shardkit.errors import ConfigurationError
 from shardkit.reading.cache.block_cache import MARKER, BlockCache
 from shardkit.reading.cache.serving import CacheServer
 from shardkit.telemetry.pages import parse_listen
 
-__all__ = ["ServedCache", "find_address", "holders_of"]
+__all__ = ["Holders", "ServedCache", "find_address", "holders_of"]
 
 _ASKED: Final = 2  # nodes with most bytes of a lane; the nodes that work the lane are asked after them
 _NO_LIMIT: Final = 1 << 62
@@ -80,6 +80,18 @@ def find_address(share: bool | str, store: Any) -> tuple[str, int]:
         raise ConfigurationError(
             f'share=True: {host} is not reached ({error.strerror}); pass share="HOST:PORT", an address of this machine'
         ) from error
+
+
+class Holders(NamedTuple):
+    """Caches of other nodes that this node may read.
+
+    Attributes:
+        urls: URLs of their servers.
+        lanes: lane → indices into `urls` of the caches to ask for its blocks, in this order.
+    """
+
+    urls: Sequence[str]
+    lanes: Sequence[Sequence[int]]
 
 
 def holders_of(

@@ -27,7 +27,7 @@ from torch.utils.data._utils.fetch import _BaseDatasetFetcher
 from shardkit.dataset import Dataset
 from shardkit.errors import StateError, UsageError
 from shardkit.loader import Batch, Loader, check_state
-from shardkit.loader.live import STATE_VERSION, check_mapping, check_step, step_after
+from shardkit.loader.states import STATE_VERSION, check_mapping, check_step, step_after
 from shardkit.plan import Plan
 from shardkit.ranges import shown
 from shardkit.torch.batch_memory import BatchMemory

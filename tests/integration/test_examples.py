@@ -31,7 +31,7 @@ LAUNCHER = """
 import importlib, json, os, runpy, sys
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 importlib.import_module(os.path.basename(sys.argv[1]).removesuffix(".py"))
-for name in ("torch._dynamo", "shardkit.dataset.creating", "shardkit.dataset.opening", "shardkit.loader.steering"):
+for name in ("torch._dynamo", "shardkit.dataset.creating", "shardkit.dataset.opening", "shardkit.loader.monitoring"):
     importlib.import_module(name)  # the first is what the first optimizer of a process imports
 for line in sys.stdin:
     ranks = []

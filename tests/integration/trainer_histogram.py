@@ -102,10 +102,10 @@ def straggler(config: ModelConfig, dataset: Any) -> Straggler:
 
 def tell_cost(seconds: float) -> None:
     """Tell rebalancing and telemetry what a cell is to cost: a busy machine's own delays may not decide a test."""
-    from shardkit.loader import rebalancing
+    from shardkit.loader import lanes
     from shardkit_trainer.reporting import StageMeter
 
-    owner: Any = rebalancing.Rebalancer
+    owner: Any = lanes.Rebalancer
     handed_out, computed, cells = owner.handed_out, owner.computed, [0]
 
     def hand_out(self: Any, number: int, _waited_s: float) -> None:

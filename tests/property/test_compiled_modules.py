@@ -101,7 +101,7 @@ def _object_job(
 @pytest.mark.skipif(not block_rows.hashes_sha256(), reason="this processor has no instructions for SHA-256")
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_blocks_are_known_by_sha256_alone_and_in_pairs(file: Path, data: st.DataObject) -> None:
+def test_blocks_are_known_by_sha256(file: Path, data: st.DataObject) -> None:
     """Digests equal those of hashlib for every length; each job with a wrong one is returned once."""
     sizes = st.integers(241, 700) | st.integers(241, 40_000)
     blocks = data.draw(

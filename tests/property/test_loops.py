@@ -88,7 +88,7 @@ def test_files_that_change_after_they_were_read_change_nothing(own_root: Path) -
         expected = [_rows(loader) for _ in range(3)]
     with _loader(own_root) as loader:
         found = [_rows(loader)]
-        loader.resources.memory = 64 << 20
+        loader.resources.window.budget = 64 << 20
         found += [_rows(loader)]
         _flip_everywhere(own_root)
         found += [_rows(loader)]  # all of it is in memory by now

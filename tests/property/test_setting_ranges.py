@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from shardkit.dataset.layout import LayoutSettings
 from shardkit.errors import ConfigurationError, PlanError, UsageError
 from shardkit.loader import Rebalancing
+from shardkit.loader.monitoring import count_in, size_of
 from shardkit.loader.settings import LoaderConfig
-from shardkit.loader.steering import count_in, size_of
 from shardkit.plan.assignment import Rules
 from shardkit.plan.settings import Settings
 from shardkit.ranges import Range, parse_duration, parse_size

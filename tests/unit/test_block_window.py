@@ -25,10 +25,8 @@ from shardkit.formats import xxh3
 from shardkit.loader import gather, plain_rows
 from shardkit.loader.block_loading import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE
 from shardkit.loader.block_memory import BlockMemory
-from shardkit.loader.block_window import BlockWindow
-from shardkit.loader.gather import GatherColumns, RowAddresses
-from shardkit.loader.pipeline import GroupBlocks
-from shardkit.loader.schedule import StepGroup, group_rows, steps_that_fit
+from shardkit.loader.block_window import BlockWindow, GroupBlocks
+from shardkit.loader.gather import GatherColumns, RowAddresses, StepGroup, group_rows
 
 pytestmark = pytest.mark.usefixtures("copies")
 
@@ -74,9 +72,7 @@ class Blocks:
 
 
 def window_of(source: Blocks, budget: int, threads: int) -> BlockWindow:
-    return BlockWindow(
-        cast(Any, source), gather.block_rows.Loads(1), BlockMemory(1 << 20), budget, threads, 1
-    )
+    return BlockWindow(cast(Any, source), gather.block_rows.Loads(1), BlockMemory(budget), threads, 1)
 
 
 class _Facts(RowAddresses):
@@ -96,10 +92,10 @@ def group_of(steps: Sequence[Sequence[int]], first: int = 0) -> StepGroup:
     return group_rows(range(first, first + len(steps)), rows, rows, counts, rows, np.zeros_like(rows))
 
 
-def admitted(window: BlockWindow, steps: Sequence[Sequence[int]], **options: Any) -> GroupBlocks:
-    group = group_of(steps)
-    sizes, own, _ = window.sizes(group)
-    return GroupBlocks(window, group, window.admit(group, sizes, own), **options)
+def admitted(window: BlockWindow, steps: Sequence[Sequence[int]]) -> GroupBlocks:
+    blocks, rest = window.admit(group_of(steps), lambda step, needed: None)
+    assert rest is None
+    return blocks
 
 
 def work(window: BlockWindow, steps: Sequence[Sequence[int]], rows_of: Any = _Facts) -> Iterator[set[Any]]:
@@ -108,11 +104,8 @@ def work(window: BlockWindow, steps: Sequence[Sequence[int]], rows_of: Any = _Fa
     waiting: deque[GroupBlocks] = deque()
     while left is not None or waiting:
         while left is not None and len(waiting) < 2:
-            sizes, own, held = window.sizes(left)
-            fitting, _ = steps_that_fit(left, sizes, held, window.budget)
-            group, left = left.split(fitting)
-            count = len(group.blocks)
-            waiting.append(GroupBlocks(window, group, window.admit(group, sizes[:count], own[:count])))
+            blocks, left = window.admit(left, lambda step, needed: None)
+            waiting.append(blocks)
         one = waiting.popleft()
         rows = rows_of(one.which)
         for step in range(len(one.group.numbers)):
@@ -207,7 +200,7 @@ def test_blocks_of_all_sizes_are_what_was_written(
     budget = max(sum(sizes[block] for block in set(step)) for step in steps) + room
     loads = gather.block_rows.Loads(2)
     source.open(loads)
-    window = BlockWindow(cast(Any, source), loads, BlockMemory(1 << 20), budget, threads, 2)
+    window = BlockWindow(cast(Any, source), loads, BlockMemory(budget), threads, 2)
     for _ in range(2):
         loop = window.begin_loop()
         for step, there in zip(steps, work(window, steps, _Contents), strict=True):
@@ -315,19 +308,15 @@ def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
         go.wait(10)
         return LoadedBlock(block)
 
-    window, stopped = window_of(Blocks(load), budget=100, threads=1), threading.Event()
+    window = window_of(Blocks(load), budget=100, threads=1)
     loop = window.begin_loop()
-    one = admitted(window, [[1], [2, 3]], stopped=stopped.is_set)
-
-    def stop() -> None:
-        stopped.set()
-        window.wake(loop)
-
-    threading.Timer(0.2, stop).start()
+    one = admitted(window, [[1], [2, 3]])
+    threading.Timer(0.2, lambda: window.wake(loop)).start()
     with pytest.raises(UsageError, match="closed while this loop waited"):
         one.wait(0, 1, 5, lambda waited: pytest.fail("nobody says that the loop has stopped"))
     window.end_loop(loop)
     assert not window.is_loaded(1)
+    window.begin_loop()
     go.set()
     assert [*work(window, [[2], [1]])] == [{2}, {1}]
     assert window.counts.block_loads == 3, "what had begun, and what was asked for since"
@@ -398,7 +387,7 @@ def test_only_what_the_same_epoch_had_is_counted_as_loaded_again() -> None:
     def use(blocks: range) -> tuple[int, int]:
         for block in blocks:
             assert [*work(window, [[block]])] == [{block}]
-        return window.epoch_loads, window.epoch_reloads
+        return window.epoch.loads, window.epoch.reloads
 
     window.begin_loop()
     window.begin_epoch()

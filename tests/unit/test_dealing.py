@@ -18,7 +18,7 @@ import shardkit
 from shardkit.errors import ConfigurationError, StateError, StoreError
 from shardkit.ledger import Ledger
 from shardkit.loader import Loader, Rebalancing
-from shardkit.loader.dealing import bytes_nearby
+from shardkit.loader.lanes import bytes_nearby
 from shardkit.loader.sharing import find_address
 from shardkit.plan import Assignment, Plan, Population, assign, make_plan
 from shardkit.plan.assignment import LaneOfBlock

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from shardkit.errors import ConfigurationError, PlanError, RunError, StateError
 from shardkit.loader import LoaderConfig, agreement, find_topology
 from shardkit.loader.agreement import Exchange, agree
-from shardkit.loader.ranks import LaneShares
-from shardkit.loader.rebalancing import Rebalancer, Rebalancing, make_rebalancer
+from shardkit.loader.lanes import LaneShares, Rebalancer, make_rebalancer
+from shardkit.loader.settings import Rebalancing
 from shardkit.plan import Population, assign, make_plan
 from shardkit.plan.assignment import (
     Assignment,

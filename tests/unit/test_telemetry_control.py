@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardkit.errors import ConfigurationError
-from shardkit.loader.steering import count_in, flag_of, size_of
+from shardkit.loader.monitoring import count_in, flag_of, size_of
 from shardkit.ranges import Range
 from shardkit.telemetry import Record
 from shardkit.telemetry.control import Control, Knob, parse_control

@@ -20,7 +20,7 @@ import shardkit
 from shardkit.arrays import Bools, Float64s, Int64s
 from shardkit.dataset.samples import population_of
 from shardkit.errors import ConfigurationError
-from shardkit.loader.schedule import most_steps, plan_group
+from shardkit.loader.gather import most_steps, plan_group
 from shardkit.plan import Plan, Population, assign
 from shardkit.reading.cache.eviction import FurthestFirst
 from shardkit_tools.simulation.cluster import Cluster, Data
