@@ -40,6 +40,7 @@ from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_tempora
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
 from shardkit_tools.console import count_text
 from shardkit_tools.importers.protocol import ImportOptions, refuse_failures
+from shardkit_tools.importers.source_files import in_groups
 
 _MAX_RECORD_BYTES = 64 << 20
 
@@ -91,17 +92,7 @@ class TaskGroup:
 
 def grouped(tasks: Sequence[AdoptTask]) -> Iterator[TaskGroup]:
     """Yield the tasks in groups of limited number and size, in order."""
-    group: list[AdoptTask] = []
-    size = 0  # bytes of the group
-    for task in tasks:
-        more = task.size
-        if group and (len(group) == _GROUP_FILES or size + more > _GROUP_BYTES):
-            yield TaskGroup(tuple(group))
-            group, size = [], 0
-        group.append(task)
-        size += more
-    if group:
-        yield TaskGroup(tuple(group))
+    return (TaskGroup(tuple(group)) for group in in_groups(tasks, _GROUP_FILES, _GROUP_BYTES))
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,11 +13,7 @@ from shardkit.errors import FormatError, SampleError, SourceError
 from shardkit.formats import Schema
 from shardkit.formats.arrow_message import (
     DICTIONARY,
-    FILE_MAGIC,
     RECORD_BATCH,
-    MessageHead,
-    message_metadata_bytes,
-    read_message_head,
 )
 from shardkit.formats.foreign_blocks import (
     arrow_batch,
@@ -34,11 +30,9 @@ from shardkit_tools.adopting.files import (
     Report,
     Runs,
     ScannedFile,
-    read_some,
 )
-from shardkit_tools.importers.arrow_files import ArrowImporter, open_ipc
+from shardkit_tools.importers.arrow_files import ArrowImporter, Message, list_messages, open_ipc
 from shardkit_tools.importers.protocol import SourceFile
-from shardkit_tools.importers.source_files import open_file
 from shardkit_tools.importers.tables import TableImporter
 
 MAX_BLOCK_BYTES = 256 << 20
@@ -164,22 +158,11 @@ def _runs(rows: Sequence[int], block_rows: int) -> Runs:
 _BATCH_ROWS = 4096
 
 
-class _Place(NamedTuple):
-    """A message in a file: where it begins, its kind and sizes."""
-
-    start: int
-    head: MessageHead
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.head.num_bytes
-
-
 @dataclass(frozen=True)
 class ArrowFiles(TableFiles):
     """Arrow files and streams, Feather."""
 
-    messages: Mapping[SourceFile, Sequence[_Place]] = field(default_factory=dict)  # of each file
+    messages: Mapping[SourceFile, Sequence[Message]] = field(default_factory=dict)  # of each file
 
     @classmethod
     def of(cls, importer: ArrowImporter) -> ArrowFiles:
@@ -244,7 +227,7 @@ def _schema(common: bytes, file: SourceFile) -> pa.Schema:
         raise SourceError(f"{file.path}: not a readable Arrow file ({error}); write it again") from error
 
 
-def _list_messages(file: SourceFile) -> list[_Place]:
+def _list_messages(file: SourceFile) -> list[Message]:
     """Return the messages of a file; bodies are skipped.
 
     Raises:
@@ -252,11 +235,10 @@ def _list_messages(file: SourceFile) -> list[_Place]:
     """
     with open_ipc(file) as reader:
         expected = getattr(reader, "num_record_batches", None)
-    with open_file(file) as stream:
-        try:
-            places = list(_messages(stream, file))
-        except FormatError as error:
-            raise SourceError(f"{file.path}: {error}; write it again, or {BUILD_INSTEAD}") from error
+    try:
+        places = list_messages(file)
+    except FormatError as error:
+        raise SourceError(f"{file.path}: {error}; write it again, or {BUILD_INSTEAD}") from error
     kinds = [place.head.kind for place in places]
     batches = kinds.count(RECORD_BATCH)
     if batches and DICTIONARY in kinds[kinds.index(RECORD_BATCH) :]:
@@ -266,17 +248,3 @@ def _list_messages(file: SourceFile) -> list[_Place]:
             f"{file.path}: {batches} record batches, its footer lists {expected}; write it again"
         )
     return places
-
-
-def _messages(stream: BinaryIO, file: SourceFile) -> Iterator[_Place]:
-    position = 8 if stream.read(len(FILE_MAGIC)) == FILE_MAGIC else 0
-    while position < file.size:
-        stream.seek(position)
-        length = message_metadata_bytes(read_some(stream, 8, file.path))
-        if not length:
-            return
-        place = _Place(position, read_message_head(read_some(stream, length, file.path)))
-        if place.stop > file.size:
-            raise FormatError(f"arrow message: it ends at {place.stop} of {file.size} bytes")
-        yield place
-        position = place.stop

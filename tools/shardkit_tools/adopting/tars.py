@@ -122,7 +122,7 @@ class _TarScan:
         self._runs = LabelRuns(self.axes)
         self._block_start = 0
         self._path = self.task.file.path
-        self._names = list(self.schema)
+        self._types = dict(self.schema)  # faster than a mapping of Python
         self._optional = {name for name, kind in self.schema.items() if kind.optional}
         # fields whose values are whole members
         self._whole = {name for name, kind in self.schema.items() if kind.is_opaque and not kind.is_packed}
@@ -184,14 +184,14 @@ class _TarScan:
 
     def _good_row(self, sample: TarSample) -> _TarRow | None:
         """Return the row of a sample; None if it is left out."""
-        if sample.is_torn and sample.members.keys() != self.schema.keys():
+        if sample.is_torn and sample.members.keys() != self._types.keys():
             return None
         try:
             if sample.error is not None:
                 raise sample.error
             row = self._row(sample)
             # a block of this tar has as many rows as any other, so a bad one is found before it is in a block
-            for name, (offset, size) in zip(self._names, row.fields, strict=True) if self.skip else ():
+            for name, (offset, size) in zip(self._types, row.fields, strict=True) if self.skip else ():
                 if offset < 0:
                     continue
                 data, at = sample.members[name][1].data, sample.members[name][1].offset
@@ -206,14 +206,15 @@ class _TarScan:
         return row
 
     def _row(self, sample: TarSample) -> _TarRow:
-        check_fields(sample.members, self.schema, f"{self._path} sample {sample.key!r}", self._optional)
+        if sample.members.keys() != self._types.keys():
+            check_fields(sample.members, self.schema, f"{self._path} sample {sample.key!r}", self._optional)
         fields: dict[str, tuple[int, int]] = {}
         labels = {}
         for name, (extension, member) in sample.members.items():
             if name in self._whole:
                 fields[name] = member.offset, len(member.data)
                 continue
-            where, kind = f"{self._path} member {member.name!r}", self.schema[name]
+            where, kind = f"{self._path} member {member.name!r}", self._types[name]
             skipped, size, is_payload = _locate(kind, extension.rpartition(".")[2], member.data, where)
             if self._located.is_payload.setdefault(name, is_payload) != is_payload:
                 raise SourceError(
@@ -223,12 +224,13 @@ class _TarScan:
             if name in self.axes:
                 value = _axis_value(kind, member.data[skipped : skipped + size], is_payload=is_payload)
                 labels[name] = label_text(kind, value, where)
-        if lacking := [axis for axis in self.axes if axis not in labels]:
+        if len(labels) < len(self.axes):
+            lacking = next(axis for axis in self.axes if axis not in labels)
             raise SourceError(
-                f"{self._path} sample {sample.key!r}: no value of {lacking[0]}, which samples are stratified by; "
-                f"add it, or adopt without --stratify"
+                f"{self._path} sample {sample.key!r}: no value of {lacking}, which samples are stratified by; add it, "
+                "or adopt without --stratify"
             )
-        places = [fields.get(name, (-1, 0)) for name in self._names]
+        places = [fields.get(name, (-1, 0)) for name in self._types]
         start = next(member.start for _, member in sample.members.values())
         return _TarRow(sample.key, start, places, tuple(labels[axis] for axis in self.axes))
 

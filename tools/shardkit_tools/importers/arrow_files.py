@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 import pyarrow.ipc
 
-from shardkit.errors import SourceError
+from shardkit.errors import FormatError, SourceError
+from shardkit.formats.arrow_message import (
+    RECORD_BATCH,
+    MessageHead,
+    message_metadata_bytes,
+    read_message_head,
+)
 from shardkit.formats.schema import KEY_FIELD
 from shardkit.formats.strict_json import parse_json
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
-from shardkit_tools.importers.source_files import check_suffixes, is_url, open_each, open_file, read_file
+from shardkit_tools.importers.source_files import (
+    check_suffixes,
+    is_url,
+    open_each,
+    open_file,
+    read_file,
+    unreadable,
+)
 from shardkit_tools.importers.table_columns import (
     flat_batch,
     hive_partitions,
@@ -65,10 +78,7 @@ def _open_tables(
 ) -> ArrowImporter:
     check_suffixes(source, ("arrow", "feather", "ipc"), "an Arrow file")
     source, schemas = open_each(source, options, _ipc_schema)
-    pieces = [
-        _sizes_of_batches(file, schema) if file.size > TASK_BYTES else ()
-        for file, schema in zip(source.files, schemas, strict=True)
-    ]
+    pieces = [_sizes_of_batches(file) if file.size > TASK_BYTES else () for file in source.files]
 
     def nulls(_: Any, wanted: Collection[str]) -> set[str]:
         return null_columns(flat_batch(batch, options) for batch in _first_batches(source)).intersection(
@@ -157,27 +167,60 @@ def _first_batches(source: Source) -> Iterator[Any]:
                 return
 
 
-def _sizes_of_batches(file: SourceFile, schema: Any) -> tuple[tuple[int, int], ...]:
-    """Return (rows, even share of the bytes) of each record batch of a local file.
+def _sizes_of_batches(file: SourceFile) -> list[tuple[int, int]]:
+    """Return (rows, bytes) of each record batch of a local file.
 
-    Return nothing for a stream or a URL, which would have to be read completely.
+    Return nothing for a stream or a URL, which would have to be read completely, and for messages that are not parsed.
     """
-    if is_url(file.path) or not schema.names:
-        return ()
+    if is_url(file.path):
+        return []
     with open_ipc(file) as reader:
         if not hasattr(reader, "num_record_batches"):
-            return ()
-    widths = [kind.bit_width if pa.types.is_primitive(kind) else 10_000 for kind in schema.types]
-    # a compressed batch is decompressed per column: read only the narrowest
-    narrow = widths.index(min(widths))
-    only = pa.ipc.IpcReadOptions(included_fields=[narrow])
-    rows = [batch.num_rows for batch in _record_batches(file, options=only)]
-    borders = [file.size * number // len(rows) for number in range(len(rows) + 1)] if rows else []
-    return tuple(zip(rows, (stop - start for start, stop in pairwise(borders)), strict=True))
+            return []
+    with suppress(FormatError):
+        batches = [one for one in list_messages(file) if one.head.kind == RECORD_BATCH]
+        borders = pairwise([0, *(one.start for one in batches[1:]), file.size])
+        return [(one.head.rows, stop - start) for one, (start, stop) in zip(batches, borders, strict=False)]
+    return []
+
+
+class Message(NamedTuple):
+    """A message in a file: where it begins, its kind and sizes."""
+
+    start: int
+    head: MessageHead
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.head.num_bytes
+
+
+def list_messages(file: SourceFile) -> list[Message]:
+    """Return the messages of a file or stream; bodies are skipped.
+
+    Raises:
+        FormatError: A message cannot be parsed, or ends after the file.
+    """
+    messages: list[Message] = []
+    with open_file(file) as stream:
+        try:
+            position = 8 if stream.read(len(_MAGIC)) == _MAGIC else 0
+            while position < file.size:
+                stream.seek(position)
+                length = message_metadata_bytes(stream.read(8))
+                if not length:
+                    break
+                messages.append(Message(position, read_message_head(stream.read(length))))
+                position = messages[-1].stop
+        except OSError as error:
+            raise unreadable(file.path, error) from error
+    if position > file.size:
+        raise FormatError(f"arrow message: it ends at {position} of {file.size} bytes")
+    return messages
 
 
 @contextmanager
-def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
+def open_ipc(file: SourceFile) -> Iterator[Any]:
     """Open a reader of an Arrow file or stream."""
     with open_file(file) as stream:
         head = stream.read(len(_MAGIC))
@@ -188,7 +231,7 @@ def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
                 f"{file.path}: Feather of version 1, which is not read; write it again with version 2"
             )
         try:
-            reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream, options=options)
+            reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream)
             _ = reader.schema.names  # decoded here: names may not be UTF-8
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise SourceError(
@@ -198,10 +241,8 @@ def open_ipc(file: SourceFile, options: Any = None) -> Iterator[Any]:
             yield reader
 
 
-def _record_batches(
-    file: SourceFile, start: int = 0, stop: int | None = None, options: Any = None
-) -> Iterator[Any]:
-    with open_ipc(file, options) as reader:
+def _record_batches(file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[Any]:
+    with open_ipc(file) as reader:
         count = getattr(reader, "num_record_batches", None)
         if count is not None and stop is not None:
             count = min(count, stop)

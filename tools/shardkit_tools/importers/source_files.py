@@ -14,9 +14,9 @@ import re
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 from shardkit.errors import SourceError
 from shardkit.formats.compression import ZstdError, new_decompressor
@@ -288,20 +288,35 @@ def open_packed(packed: BinaryIO, kind: str, path: str) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(_GuardedStream(reader, packed, path), 1 << 18))
 
 
+class _Sized(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+_Item = TypeVar("_Item", bound=_Sized)
+
+
+def in_groups(items: Iterable[_Item], most: int, most_bytes: int) -> Iterator[list[_Item]]:
+    """Yield items in groups of at most `most`, in order; a group with more than `most_bytes` has one item."""
+    group: list[_Item] = []
+    size = 0
+    for item in items:
+        own = item.size  # a sum over many files
+        if group and (size + own > most_bytes or len(group) == most):
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += own
+    if group:
+        yield group
+
+
 def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
     """Return tasks of whole files, in order, of about 64 MiB and at most 4,096 files each."""
-    tasks: list[SourceTask] = []
-    group: list[SourceFile] = []
-    size = 0
-    for file in files:
-        if group and (size + file.size > _TASK_BYTES or len(group) == _TASK_FILES):
-            tasks.append(SourceTask(group[0].name, tuple(group), size))
-            group, size = [], 0
-        group.append(file)
-        size += file.size
-    if group:
-        tasks.append(SourceTask(group[0].name, tuple(group), size))
-    return tasks
+    return [
+        SourceTask(group[0].name, tuple(group), sum(file.size for file in group))
+        for group in in_groups(files, _TASK_FILES, _TASK_BYTES)
+    ]
 
 
 class _GuardedStream(io.RawIOBase):
