@@ -32,12 +32,7 @@ class Arrays(AdoptableFiles):
 
     @classmethod
     def of(cls, importer: NumpyImporter) -> Arrays:
-        """Return the parts of one array.
-
-        Raises:
-            UsageError: `--schema` gives another type than the array has.
-            SourceError: The rows of a file are not stored as they are read.
-        """
+        """Return the parts of one array."""
         arrays = importer.arrays.values()
         for one in arrays:
             _check_array(one, importer.schema[one.field])
@@ -80,12 +75,7 @@ class Archives(AdoptableFiles):
 
     @classmethod
     def of(cls, importer: ArchiveImporter) -> Archives:
-        """Return the archives of an importer.
-
-        Raises:
-            UsageError: `--schema` gives another type than an array has.
-            SourceError: The rows of an array are not stored as they are read, or an archive is too large.
-        """
+        """Return the archives of an importer."""
         for file, arrays in importer.archives.items():
             for one in arrays:
                 _check_array(one, importer.schema[one.field])
@@ -131,12 +121,7 @@ class Archives(AdoptableFiles):
 
 
 def _check_array(array: ArrayFile, kind: FieldType) -> None:
-    """Check that the rows of an array can be read where they are as a field of the type `kind`.
-
-    Raises:
-        UsageError: The array has another type.
-        SourceError: The rows are not stored as they are read.
-    """
+    """Check that the rows of an array can be read where they are as a field of the type `kind`."""
     head, where = array.header, f"{array.file.path}: {array.member or 'its rows'}"
     if head.columns_first or np.dtype(head.dtype).str[0] == ">":
         how = "column by column (Fortran order)" if head.columns_first else "big-endian"

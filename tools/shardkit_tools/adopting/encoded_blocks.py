@@ -97,9 +97,6 @@ class EncodedBlocks:
         """Decode some fields of a block with the code that will read them, and return their memory.
 
         `rows` is the number of rows that the file states; None: `batches` are only some of them.
-
-        Raises:
-            SourceError: A value does not fit the schema, the block is too large, or it has another number of rows.
         """
         schema = Schema({name: kind for name, kind in self.schema.items() if name in fields})
         memory, first, seen = 0, sum(self._rows), 0
@@ -228,11 +225,7 @@ def _schema(common: bytes, file: SourceFile) -> pa.Schema:
 
 
 def _list_messages(file: SourceFile) -> list[Message]:
-    """Return the messages of a file; bodies are skipped.
-
-    Raises:
-        SourceError: A message cannot be parsed, a dictionary follows a record batch, or the footer lists other batches.
-    """
+    """Return the messages of a file; bodies are skipped."""
     with open_ipc(file) as reader:
         expected = getattr(reader, "num_record_batches", None)
     try:

@@ -41,11 +41,7 @@ class FolderFiles(AdoptableFiles):
 
     @classmethod
     def of(cls, importer: FolderImporter | TextImporter) -> FolderFiles:
-        """Return the files that an importer has recognised.
-
-        Raises:
-            UsageError: The folder has splits, or a sample would not be exactly one file.
-        """
+        """Return the files that an importer has recognised."""
         splits = importer.layout.splits
         if splits:
             first = next(iter(splits))

@@ -103,11 +103,7 @@ def place_of(file: SourceFile) -> str:
 
 
 def place_of_folder(files: Sequence[SourceFile]) -> str:
-    """Return the location that the root records for a group: the folder that the names of its files start at.
-
-    Raises:
-        SourceError: The files are not below one folder.
-    """
+    """Return the location that the root records for a group: the folder that the names of its files start at."""
     folders = {file.path.removesuffix(file.name) for file in files}
     if len(folders) > 1 or any(not file.path.endswith(file.name) for file in files):
         raise SourceError(
@@ -127,12 +123,7 @@ def refuse_packed(file: SourceFile) -> None:
 
 
 def open_files(source: Source, kind: str | None, options: ImportOptions) -> AdoptableFiles:
-    """Return the files as one of `IMPORTERS`; `kind` None: by options and extensions.
-
-    Raises:
-        UsageError: `kind` is unknown, or the options do not go with it.
-        SourceError: A file is not of this format, or cannot be read where it is.
-    """
+    """Return the files as one of `IMPORTERS`; `kind` None: by options and extensions."""
     source = without_strays(source, kind, options)
     source.notes[:0] = stray_notes(source)
     if kind is None:

@@ -47,11 +47,7 @@ class LineFiles(AdoptableFiles):
 
     @classmethod
     def of(cls, importer: JsonLinesImporter | CsvImporter) -> LineFiles:
-        """Return the files of an importer.
-
-        Raises:
-            SourceError: A file is no file of lines, or is not UTF-8.
-        """
+        """Return the files of an importer."""
         files = importer.source.files
         for file in files:
             if isinstance(importer, JsonLinesImporter) and file.name in importer.arrays:

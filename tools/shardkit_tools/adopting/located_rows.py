@@ -95,9 +95,6 @@ class LocatedRows:
             data: bytes of the block.
             rows: spans of the fields of each row in the block, in schema order.
             name_of: returns the name of a row of the block, for messages.
-
-        Raises:
-            SourceError: A value cannot be decoded; the message names file and row.
         """
         raw = np.frombuffer(data, np.uint8)
         table = np.array(rows, np.int64).reshape(len(rows), len(self.schema), 2)
@@ -114,11 +111,7 @@ class LocatedRows:
         self._tables.append(table)
 
     def check_value(self, raw: NDArray[np.uint8], span: ArrayLike, name: str, row: str) -> None:
-        """Check one value; `span` is its (offset, size).
-
-        Raises:
-            SourceError: It cannot be decoded; the message names file and row.
-        """
+        """Check one value; `span` is its (offset, size)."""
         try:
             self._check_column(raw, np.array([span], np.int64), self.schema[name], name)
         except FormatError as error:
@@ -309,11 +302,7 @@ class Documents(AdoptableFiles):
 
     @classmethod
     def of(cls, importer: TokenDocuments) -> Documents:
-        """Return the files of an importer.
-
-        Raises:
-            UsageError: `--schema` gives another type than the index has.
-        """
+        """Return the files of an importer."""
         own = f"{read_index(*importer.pairs[0]).dtype}[*]"
         for name, kind in importer.schema.items():
             if str(kind) != own:

@@ -1,7 +1,8 @@
 """Importers: each turns one kind of source into samples.
 
 An importer divides its source into tasks, reads strictly, and names file and row in every error; it does not
-know shards. Third-party packages are imported by the importer that needs them.
+know shards. Functions that open or read a source raise SourceError for its content, and UsageError for options that
+do not go with it. Third-party packages are imported by the importer that needs them.
 """
 
 from __future__ import annotations

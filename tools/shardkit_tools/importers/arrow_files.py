@@ -105,11 +105,7 @@ def _ipc_schema(file: SourceFile) -> Any:
 
 
 def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
-    """Read the description and the schemas of a saved dataset.
-
-    Raises:
-        SourceError: A file is missing or invalid, or the folder holds several splits.
-    """
+    """Read the description and the schemas of a saved dataset."""
     by_name = {file.name: file for file in source.files}
     if _SPLITS in by_name:
         splits = _document(by_name[_SPLITS]).get("splits")

@@ -43,11 +43,7 @@ class FileMetadata:
         return {name: str(kind) for name, kind in self.importer.fields.items() if name != _NAME}
 
     def rows(self) -> Mapping[str, Mapping[str, object]]:
-        """Return file name → its fields; read once per process.
-
-        Raises:
-            SourceError: A row cannot be read, names no file, or names the file of another row.
-        """
+        """Return file name → its fields; read once per process."""
         return _rows(self)
 
     def join(
@@ -63,9 +59,6 @@ class FileMetadata:
         Returns:
             The types of the fields, optional if a file has no row; and file → its name in the metadata, if they
             differ in their form.
-
-        Raises:
-            SourceError: No row describes a file, or a field has the name of the classes.
         """
         if "label" in others and "label" in self.types:
             raise SourceError(

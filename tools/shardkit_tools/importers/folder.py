@@ -172,11 +172,7 @@ def _with_sidecars(files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, li
 
 
 def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
-    """Recognise the samples of a folder.
-
-    Raises:
-        SourceError: Kinds of files are mixed, or sidecars or class folders are inconsistent.
-    """
+    """Recognise the samples of a folder."""
     by_stem: dict[str, list[SourceFile]] = {}
     media: dict[str, SourceFile] = {}
     for file in source.files:

@@ -211,11 +211,7 @@ _ONE_A_LINE = "jq -c . FILE, or jq -c '.data[]' FILE if the samples are a list i
 
 
 def _parse_line(line: bytes, where: str) -> object:
-    """Return the value of a line.
-
-    Raises:
-        SourceError: It is not JSON; with advice if objects share a line, continue on the next, or end in a comma.
-    """
+    """Return the value of a line."""
     try:
         return parse_json(line, where)
     except SourceError as error:
@@ -306,11 +302,7 @@ class _FieldFacts:
                 )
 
     def conclude(self, name: str) -> str:
-        """Return the type that holds all values.
-
-        Raises:
-            SourceError: No type holds all values.
-        """
+        """Return the type that holds all values."""
         word = shell_word(name)
         if self.kind == "float64" and self.inexact is not None:
             raise SourceError(
@@ -364,9 +356,6 @@ def infer_types(
 
     Returns:
         field → type text; optional if a row lacks the field or has null; json if it is null in every row.
-
-    Raises:
-        SourceError: A field has values of different types.
     """
     seen: dict[str, _FieldFacts] = {}
     mixed: set[str] | None = set() if unchecked and not skip else None
@@ -413,11 +402,7 @@ def _conclude(known: _FieldFacts | None, name: str, *, unchecked: bool) -> str:
 def check_row(
     row: Mapping[str, object], types: Mapping[str, str], given: Mapping[str, str], where: str
 ) -> None:
-    """Check a row against the inferred types.
-
-    Raises:
-        SourceError: A field is missing, unknown or of another type.
-    """
+    """Check a row against the inferred types."""
     if row.keys() != types.keys():
         _check_fields(row, types, where)
     for name, value in row.items():

@@ -91,11 +91,7 @@ class MdsImporter(FileImporter):
 
 
 def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
-    """Read the index of an MDS folder.
-
-    Raises:
-        SourceError: The index or a shard is missing or invalid, or a column cannot be read.
-    """
+    """Read the index of an MDS folder."""
     by_name = {file.name: file for file in source.files}
     if MDS_INDEX not in by_name:
         inside = sorted(os.path.dirname(name) for name in by_name if os.path.basename(name) == MDS_INDEX)
@@ -223,11 +219,7 @@ def head_bytes(shard: MdsShard) -> int:
 
 
 def row_offsets(shard: MdsShard, head: bytes | memoryview) -> NDArray[np.int64]:
-    """Return where each row begins, and where the last one ends, given the first `head_bytes` of a raw shard.
-
-    Raises:
-        SourceError: They do not fit the index, or leave the shard.
-    """
+    """Return where each row begins, and where the last one ends, given the first `head_bytes` of a raw shard."""
     if len(head) < head_bytes(shard) or int.from_bytes(head[:4], "little") != shard.rows:
         raise _no_rows(shard, shard.raw_bytes)
     offsets = np.frombuffer(head, "<u4", shard.rows + 1, 4).astype(np.int64)

@@ -71,9 +71,6 @@ def stored_spans(data: bytes, arrays: Sequence[ArrayFile]) -> dict[str, tuple[in
     """Return the (start, stop) of the rows of each field in the bytes of an archive, after a check of its CRCs.
 
     None if a member is compressed.
-
-    Raises:
-        SourceError: The archive is damaged or has changed.
     """
     spans: dict[str, tuple[int, int]] = {}
     with _open_archive(arrays[0].file, io.BytesIO(data)) as members, ExitStack() as stack:

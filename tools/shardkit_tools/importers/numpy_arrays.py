@@ -376,11 +376,7 @@ def _row_ranges(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def check_rows(rows: Mapping[str, int], what: str) -> None:
-    """Check that arrays have equal numbers of rows, and at least one.
-
-    Raises:
-        SourceError: The numbers differ or are 0.
-    """
+    """Check that arrays have equal numbers of rows, and at least one."""
     (first, expected), *others = rows.items()
     for where, count in others:
         if count != expected:
@@ -400,11 +396,7 @@ def read_array(data: bytes, where: str) -> NDArray[Any]:
 
 
 def read_header(stream: IO[bytes], where: str, size: int, *, has_rows: bool = True) -> ArrayHeader:
-    """Read the header of an array of `size` bytes; the stream is then at its data.
-
-    Raises:
-        SourceError: The header is invalid, dtype or size is unsuitable, or `has_rows` and it has no axis of rows.
-    """
+    """Read the header of an array of `size` bytes; the stream is then at its data."""
     start = stream.tell()
     try:
         version = npy_format.read_magic(stream)

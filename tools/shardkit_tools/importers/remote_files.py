@@ -85,11 +85,7 @@ def list_url(
 
 
 def pinned_url(url: str) -> str:
-    """Return a URL whose content does not move: for the Hugging Face Hub, one of the commit that a branch names now.
-
-    Raises:
-        SourceError: The hub does not answer, or has no such repository.
-    """
+    """Return a URL whose content does not move: for the Hugging Face Hub, one of the commit that a branch names now."""
     if not url.startswith("hf://"):
         return url
     _check_harmless(url)
@@ -108,11 +104,7 @@ def pinned_url(url: str) -> str:
 
 
 def open_url(file: SourceFile) -> BinaryIO:
-    """Open a file, buffered and seekable; errors name it.
-
-    Raises:
-        SourceError: The file cannot be read, or has changed since it was listed.
-    """
+    """Open a file, buffered and seekable; errors name it."""
     read: Callable[[int, int], bytes]
     if _is_bucket(file.path):
         size = stat_file(file).size
@@ -300,11 +292,7 @@ def _is_readable(url: str, key: str, left_out: dict[str, str] | None) -> bool:
 
 
 def stat_file(file: SourceFile) -> ObjectStat:
-    """Return the current state of a file in an object store.
-
-    Raises:
-        SourceError: The file is gone or cannot be read.
-    """
+    """Return the current state of a file in an object store."""
     try:
         address, key = split_url(file.path)
         found = foreign_store(address).head(key)

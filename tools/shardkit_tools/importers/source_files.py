@@ -74,11 +74,7 @@ def is_metadata(name: str) -> bool:
 
 
 def check_suffixes(source: Source, suffixes: Iterable[str], what: str) -> None:
-    """Check that every file has one of the suffixes.
-
-    Raises:
-        SourceError: A file has another suffix.
-    """
+    """Check that every file has one of the suffixes."""
     wanted = frozenset(suffixes)
     for file in source.files:
         if file_suffix(file.name) not in wanted:
@@ -100,11 +96,7 @@ def file_stem(name: str) -> str:
 
 
 def regular_file(path: str, name: str) -> SourceFile:
-    """Describe a file.
-
-    Raises:
-        SourceError: It is no regular file, cannot be read, or its name is not UTF-8.
-    """
+    """Describe a file."""
     try:
         name.encode()
         found = os.stat(path)

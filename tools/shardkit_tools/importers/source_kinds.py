@@ -207,11 +207,7 @@ def stray_notes(source: Source) -> list[str]:
 
 
 def detect(source: Source) -> str:
-    """Return the importer for the extensions of a source's files.
-
-    Raises:
-        SourceError: The files need several importers, or none fits.
-    """
+    """Return the importer for the extensions of a source's files."""
     if index := _index_of(source):
         return index
     if chunk := next((file.path for file in source.files if _CHUNK.search(file.name)), None):
@@ -478,11 +474,7 @@ def _is_debris(name: str) -> bool:
 
 
 def _refuse_table(names: Iterable[str], given: str) -> None:
-    """Refuse the folder of a table with a log of its current files, because other files hold removed rows.
-
-    Raises:
-        SourceError: One of the paths belongs to such a log.
-    """
+    """Refuse the folder of a table with a log of its current files, because other files hold removed rows."""
     for name in names:
         for log, table in _TABLE_LOGS.items():
             if log.search(name):

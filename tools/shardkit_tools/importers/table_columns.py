@@ -78,12 +78,7 @@ def table_schema(
     null_columns: Callable[[Any, Collection[str]], Collection[str]],
     features: Mapping[str, Any] | None = None,
 ) -> tuple[Schema, tuple[str, ...]]:
-    """Return the schema of tables, and the names of their classes.
-
-    Raises:
-        SourceError: No type holds a column of all tables, two columns have the same name, or a column needs
-            a type from the user.
-    """
+    """Return the schema of tables, and the names of their classes."""
     described = [_described_features(schema) if features is None else features for schema in schemas]
     flat = [flat_schema(schema, options) for schema in schemas]
     whole = _common_schema(source, flat, options)

@@ -94,11 +94,7 @@ def field_of(extension: str) -> str:
 
 
 def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = False) -> Iterator[Member]:
-    """Yield the members of a tar, read from its first byte to its end.
-
-    Raises:
-        SourceError: The tar is damaged, or holds something that is refused.
-    """
+    """Yield the members of a tar, read from its first byte to its end."""
     return _Reader(stream, where, one_name=one_name).members()
 
 

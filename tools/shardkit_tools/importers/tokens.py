@@ -79,12 +79,7 @@ def open_tokens(source: Source, options: ImportOptions) -> TokensImporter | Toke
 
 
 def _open_token_file(file: SourceFile, options: ImportOptions) -> ArrayFile:
-    """Return a file of tokens as an array of full rows.
-
-    Raises:
-        UsageError: The options do not state type and row, or state no integer type.
-        SourceError: The file has less than a row.
-    """
+    """Return a file of tokens as an array of full rows."""
     if not options.dtype or not options.row:
         raise UsageError(
             f"{file.path}: nothing says of which type its tokens are; state type and row, such as --dtype uint16 "
@@ -154,11 +149,7 @@ class TokenDocuments(FileImporter):
 
 
 def open_documents(source: Source, options: ImportOptions) -> TokenDocuments:
-    """Read the indexes of token files.
-
-    Raises:
-        SourceError: An index is invalid, or a file has none.
-    """
+    """Read the indexes of token files."""
     check_suffixes(source, ("bin", "idx"), "a file of tokens")
     if options.dtype or options.row:
         raise UsageError(
@@ -202,11 +193,7 @@ def open_documents(source: Source, options: ImportOptions) -> TokenDocuments:
 
 @functools.lru_cache(maxsize=4)
 def read_index(file: SourceFile, index_file: SourceFile) -> DocumentIndex:
-    """Read an index, and check that its documents are in the file.
-
-    Raises:
-        SourceError: The index is invalid.
-    """
+    """Read an index, and check that its documents are in the file."""
     data = read_file(index_file)
     try:
         index = _megatron(data) if data.startswith(_MEGATRON) else _fairseq(data)
