@@ -61,9 +61,8 @@ class RowEncoder:
     _: KW_ONLY
     stratify: Sequence[str] = ()  # fields (str, int or bool scalars), or `CLASS_AXIS`
     classes: Sequence[str] = ()  # names of the values of `label`
-    split_by: str | None = (
-        None  # a field whose equal values stay in one split; None: rows are split by themselves
-    )
+    # a field whose equal values stay in one split; None: rows are split by themselves
+    split_by: str | None = None
     split_folders: Mapping[str, str] | None = None  # first folder in the name of a row's source → its split
 
     def __post_init__(self) -> None:
@@ -191,7 +190,8 @@ class RowEncoder:
             split = np.array([split_value(text) for text in values], np.uint64)[place]
         encoded = EncodedRows(
             columns=columns,
-            origin=rows,
+            source_names=rows.source_names,
+            source_rows=index_array(rows.source_row),
             keys=keys,
             originals=[None if key == fit else key for key, fit in zip(rows.keys, keys, strict=True)],
             identity=_identities(rows, keys),
@@ -328,7 +328,8 @@ class EncodedRows:
     """Encoded rows, column by column; equivalent to one `EncodedRow` each."""
 
     columns: Sequence[PayloadColumn]  # canonical payloads per stored column, in order
-    origin: RowOrigin
+    source_names: Sequence[str | None]  # source file of each row; None if unknown
+    source_rows: Any  # int64 Arrow array, number in the file; null if unknown
     keys: Sequence[str | None]  # see `EncodedRow`; empty if no row has one
     originals: Sequence[str | None]
     identity: NDArray[np.uint64]  # (n, 2)
@@ -338,19 +339,46 @@ class EncodedRows:
     raw_bytes: NDArray[np.int64]  # (n,), size in a shard before compression
     marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, rows: Sequence[EncodedRow], identity: NDArray[np.uint64]) -> EncodedRows:
+        """Return rows that were encoded singly, at least one, with their identities, (n, 2)."""
+        keys, originals, sources, payloads, _, strata, splits, raw_bytes = zip(*rows, strict=True)
+        places = [source or (None, None) for source in sources]
+        number = {values: place for place, values in enumerate(dict.fromkeys(strata))}
+        return cls(
+            columns=list(map(list, zip(*payloads, strict=True))),
+            source_names=[name for name, _ in places],
+            source_rows=_optional_numbers([row for _, row in places]),
+            keys=keys,
+            originals=originals,
+            identity=identity,
+            split=np.array([split or 0 for split in splits], np.uint64),
+            strata=tuple(number),
+            stratum=np.array([number[values] for values in strata], np.int32),
+            raw_bytes=np.array(raw_bytes, np.int64),
+        )
+
     def __len__(self) -> int:
-        return len(self.origin)
+        return len(self.raw_bytes)
 
     @property
     def generated(self) -> NDArray[np.bool_]:
         """(n,) bool, True for rows whose key is generated from the ordinal."""
         return np.array([key is None for key in self.keys] or np.ones(len(self)), np.bool_)
 
-    def origin_arrays(self) -> list[Any]:
-        """Return the columns key, original key, source name and row of a scratch batch."""
+    def spool_batch(self, schema: Schema, arrow: Any) -> Any:
+        """Return a record batch of scratch: the stored columns, key, original key, source name and row.
+
+        Args:
+            schema: schema of the dataset.
+            arrow: its `spool_schema`.
+        """
         none = [None] * len(self)
-        rows = index_array(self.origin.source_row)
-        return origin_arrays(self.keys or none, self.originals or none, self.origin.source_names, rows)
+        stored = zip(schema.stored.items(), self.columns, strict=True)
+        columns = [spool_array(kind, column, name) for (name, kind), column in stored]
+        texts = (("str", self.keys or none), ("bytes", self.originals or none), ("str", self.source_names))
+        origin = [_optional_texts(kind, column) for kind, column in texts]
+        return pa.RecordBatch.from_arrays([*columns, *origin, self.source_rows], schema=arrow)
 
 
 def _strata(
@@ -445,33 +473,18 @@ def numbers_of(array: Any, absent: int) -> NDArray[Any]:
     return np.where(array.is_valid().to_numpy(zero_copy_only=False), numbers, absent)
 
 
-def origin_arrays(
-    keys: Sequence[str | None],
-    originals: Sequence[str | None],
-    names: Sequence[str | None],
-    rows: Any,
-) -> list[Any]:
-    """Return the columns key, original key, source name and row of a scratch batch."""
-    texts = [
-        [None if text is None else text.encode("utf-8", "surrogatepass") for text in column]
-        for column in (keys, originals, names)
-    ]
-    kinds = ("str", "bytes", "str")
-    arrays = [_optional(kind, text) for kind, text in zip(kinds, texts, strict=True)]
-    return [*arrays, rows]
-
-
-def optional_rows(rows: Sequence[int | None]) -> Any:
-    """Return row numbers as int64; None becomes null."""
-    payloads = [(row or 0).to_bytes(8, "little") for row in rows]
-    presence = [b"\0" if row is None else b"\1" for row in rows]
-    return arrow_array(FieldType("scalar", "int64", optional=True), payloads, "row", presence)
-
-
-def _optional(kind: str, values: Sequence[bytes | None]) -> Any:
+def _optional_texts(kind: str, values: Sequence[str | None]) -> Any:
+    """Return texts as an Arrow array of a type such as "str"; None becomes null."""
     presence = [b"\0" if value is None else b"\1" for value in values]
-    payloads = [value or b"" for value in values]
+    payloads = [b"" if value is None else value.encode("utf-8", "surrogatepass") for value in values]
     return arrow_array(FieldType(kind, optional=True), payloads, "origin", presence)
+
+
+def _optional_numbers(values: Sequence[int | None]) -> Any:
+    """Return numbers as an int64 Arrow array; None becomes null."""
+    payloads = [(value or 0).to_bytes(8, "little") for value in values]
+    presence = [b"\0" if value is None else b"\1" for value in values]
+    return arrow_array(FieldType("scalar", "int64", optional=True), payloads, "row", presence)
 
 
 def spool_schema(schema: Schema) -> Any:

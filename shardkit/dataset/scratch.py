@@ -13,11 +13,10 @@ import contextlib
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
@@ -26,14 +25,12 @@ from shardkit.dataset.encoding import (
     EncodedRows,
     index_array,
     joined_batch,
-    optional_rows,
-    origin_arrays,
-    spool_array,
     spool_schema,
 )
 from shardkit.dataset.layout import RowTable, order_keys
 from shardkit.dataset.scratch_reading import (
     BATCH,
+    NO_RECORDS,
     MemoryPart,
     PartFiles,
     Parts,
@@ -58,6 +55,7 @@ _FLUSH_ROWS, _FLUSH_BYTES = 4096, 2**20  # rows added singly become a record bat
 
 _KIND = "scratch-rows"
 _MARK = "mark_"
+_COLUMNS = ("identity", "stratum", "raw_bytes", "strata", "split", "generated", "marks")
 _BATCH = "batch_"
 _OF_BATCH = ("offset", "length", "check")  # stored; a spool has one part
 
@@ -227,70 +225,45 @@ class RowSpool:
 
     def __post_init__(self) -> None:
         self._arrow = spool_schema(self.schema)
-        self._strata: dict[tuple[str, ...], int] = {}
-        self._columns = {
-            **{name: array("Q") for name in ("identity_high", "identity_low", "split")},
-            "raw_bytes": array("q"),
-            **{name: array("i") for name in ("stratum", "batch", "row")},
-            "generated": array("B"),
-        }
-        self._marks = {name: array("Q") for name in self.marks}
+        self._tables: list[Rows] = []  # columns of the rows in `_run` and before
+        self._count = 0  # rows in all tables
+        self._written = 0  # number of tables whose rows are in written runs
         self._rows: list[EncodedRow] = []
+        self._identities = array("Q")  # (high, low) of each of `_rows`
         self._rows_bytes = 0
         self._run: list[Any] = []  # record batches
         self._run_bytes = 0
         self._batches: list[tuple[int, int, int, int]] = []  # part, offset, length, check; see `BATCH`
+        self._places: list[tuple[NDArray[np.int32], NDArray[np.int32]]] = []  # batch and row, run by run
         self._broken = False
         self._file: ScratchFile | None = None
         self._part: Parts | None = None
 
     def __len__(self) -> int:
-        return len(self._columns["stratum"])
+        return self._count + len(self._rows)
 
     def append(self, row: EncodedRow, identity: tuple[int, int]) -> None:
         """Add a row; ``identity`` is used if `EncodedRow.identity` is None."""
         size = sum(map(len, row.payloads))
-        if self.folder:
-            self._make_room(size)
-            self._rows.append(row)
-            self._rows_bytes += size
-        columns = self._columns
-        columns["identity_high"].append(identity[0])
-        columns["identity_low"].append(identity[1])
-        columns["split"].append(row.split or 0)
-        columns["raw_bytes"].append(row.raw_bytes)
-        columns["stratum"].append(self._strata.setdefault(row.stratum, len(self._strata)))
-        columns["generated"].append(row.key is None)
+        self._make_room(size)
+        self._rows.append(row)
+        self._identities.extend(identity)
+        self._rows_bytes += size
 
     def append_rows(self, rows: EncodedRows) -> None:
         """Add rows that were encoded together."""
-        if self.folder:
-            self._flush_rows()
-            batch = pa.RecordBatch.from_arrays(
-                [
-                    *(
-                        spool_array(kind, column, name)
-                        for (name, kind), column in zip(self.schema.stored.items(), rows.columns, strict=True)
-                    ),
-                    *rows.origin_arrays(),
-                ],
-                schema=self._arrow,
-            )
-            self._make_room(batch.nbytes)
+        self._flush_rows()
+        batch = rows.spool_batch(self.schema, self._arrow) if self.folder else None
+        self._make_room(batch.nbytes if batch is not None else 0)
+        self._add(rows, batch)
+
+    def _add(self, rows: EncodedRows, batch: Any) -> None:
+        columns = {name: getattr(rows, name) for name in _COLUMNS}
+        self._tables.append(Rows(**columns, records=NO_RECORDS))
+        self._count += len(rows)
+        if batch is not None:
             self._run.append(batch)
             self._run_bytes += batch.nbytes
-        numbers = [self._strata.setdefault(values, len(self._strata)) for values in rows.strata]
-        for name, values in (
-            ("identity_high", rows.identity[:, 0]),
-            ("identity_low", rows.identity[:, 1]),
-            ("split", rows.split),
-            ("raw_bytes", rows.raw_bytes),
-            ("stratum", np.array(numbers, np.int32)[rows.stratum]),
-            ("generated", rows.generated.astype(np.uint8)),
-        ):
-            self._columns[name].frombytes(values.tobytes())
-        for name, column in self._marks.items():
-            column.frombytes(rows.marks[name].tobytes())
 
     def finish(self) -> tuple[Rows, Parts | None]:
         """Return the columns, and the part with the records, or None if rows were only counted."""
@@ -305,23 +278,14 @@ class RowSpool:
                 self._part = PartFiles(self.folder, [self.name])
             else:
                 self._part = MemoryPart(b"".join(pieces))
-        return self.columns(), self._part
-
-    def columns(self) -> Rows:
-        """Return the columns as they are now."""
-        dtypes: dict[str, type] = {"Q": np.uint64, "q": np.int64, "i": np.int32, "B": np.bool_}
-        found: dict[str, NDArray[Any]] = {
-            name: np.array(column, dtypes[column.typecode]) for name, column in self._columns.items()
-        }
-        if not self.folder:  # counted only
-            found |= {name: np.zeros(len(self), np.int32) for name in ("batch", "row")}
-        return Rows(
-            identity=np.stack([found["identity_high"], found["identity_low"]], axis=1),
-            strata=tuple(self._strata),
-            records=Records(found["batch"], found["row"], np.array(self._batches, BATCH)),
-            marks={name: np.array(column, np.uint64) for name, column in self._marks.items()},
-            **{name: found[name] for name in ("stratum", "raw_bytes", "split", "generated")},
-        )
+        else:
+            self._flush_rows()
+            self._places.append((np.zeros(len(self), np.int32), np.zeros(len(self), np.int32)))
+        batch, row = (np.concatenate(places) for places in zip(*self._places, strict=True))
+        rows = join_parts(self._tables)
+        records = Records(batch, row, np.array(self._batches, BATCH))
+        marks = rows.marks or {name: np.zeros(0, np.uint64) for name in self.marks}
+        return replace(rows, records=records, marks=marks), self._part
 
     def drop(self) -> None:
         """Discard the rows and remove the scratch file."""
@@ -346,16 +310,16 @@ class RowSpool:
         if self._rows and (self._rows_bytes + size > _FLUSH_BYTES or len(self._rows) >= _FLUSH_ROWS):
             self._flush_rows()
         held = self._run_bytes + self._rows_bytes
-        if held and held + size > (RUN_BYTES if self.run_bytes is None else self.run_bytes):
+        if self.folder and held and held + size > (RUN_BYTES if self.run_bytes is None else self.run_bytes):
             self._write(self._run_messages())
 
     def _flush_rows(self) -> None:
         """Turn the rows that were added singly into a record batch."""
         if self._rows:
-            rows, self._rows, self._rows_bytes = self._rows, [], 0
-            batch = _batch_of(rows, self.schema, self._arrow)
-            self._run.append(batch)
-            self._run_bytes += batch.nbytes
+            identity = np.array(self._identities, np.uint64).reshape(-1, 2)
+            rows = EncodedRows.of(self._rows, identity)
+            self._rows, self._identities, self._rows_bytes = [], array("Q"), 0
+            self._add(rows, rows.spool_batch(self.schema, self._arrow) if self.folder else None)
 
     def _write(self, messages: Iterable[bytes | memoryview]) -> None:
         self._broken = True
@@ -375,6 +339,7 @@ class RowSpool:
         self._flush_rows()
         run, self._run, self._run_bytes = joined_batch(self._run, self._arrow), [], 0
         order = self._order(run.num_rows)
+        self._written = len(self._tables)
         number, row = (np.empty(run.num_rows, np.int32) for _ in range(2))
         for start, stop in self._row_spans(run.nbytes, run.num_rows):
             piece = (
@@ -388,8 +353,7 @@ class RowSpool:
             self._batches.append((0, offset, len(message), xxhash.xxh3_64_intdigest(message)))
             offset += len(message)
             yield message
-        self._columns["batch"].frombytes(number.tobytes())
-        self._columns["row"].frombytes(row.tobytes())
+        self._places.append((number, row))
 
     def _row_spans(self, size: int, rows: int) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of rows of about `batch_bytes`."""
@@ -401,32 +365,11 @@ class RowSpool:
         """Return the rows of the run in the order of writing."""
         if self.seed is None or not count:
             return np.arange(count)
-        start = len(self._columns["batch"])  # rows before the run
-        high = np.frombuffer(self._columns["identity_high"], dtype=np.uint64)[start : start + count]
-        low = np.frombuffer(self._columns["identity_low"], dtype=np.uint64)[start : start + count]
-        return np.argsort(order_keys(np.stack([high, low], axis=1), self.seed), kind="stable")
+        identity = np.concatenate([table.identity for table in self._tables[self._written :]])
+        return np.argsort(order_keys(identity, self.seed), kind="stable")
 
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-
-
-def _batch_of(rows: Sequence[EncodedRow], schema: Schema, arrow: Any) -> Any:
-    """Return a record batch of rows that were encoded singly."""
-    columns = [
-        spool_array(kind, [row.payloads[place] for row in rows], name)
-        for place, (name, kind) in enumerate(schema.stored.items())
-    ]
-    sources = [row.source or (None, None) for row in rows]
-    origin = origin_arrays(
-        [row.key for row in rows],
-        [row.original_key for row in rows],
-        [name for name, _ in sources],
-        optional_rows([row for _, row in sources]),
-    )
-    return pa.RecordBatch.from_arrays(
-        [*columns, *origin],
-        schema=arrow,
-    )
 
 
 class ScratchFile:

@@ -78,6 +78,9 @@ class Records:
         return (checks[self.batch] if len(checks) else np.zeros(len(self), np.uint64)), self.row
 
 
+NO_RECORDS: Final = Records.join([])
+
+
 class Parts(Protocol):
     """The records of spools, by the number of the spool."""
 
