@@ -18,7 +18,7 @@ from shardkit_tools.adopting.line_files import LineFiles
 from shardkit_tools.adopting.located_rows import Documents, MdsFolder
 from shardkit_tools.adopting.parquet_files import ParquetFiles
 from shardkit_tools.adopting.tars import Tars
-from shardkit_tools.importers.arrow_files import ArrowImporter, SavedDataset
+from shardkit_tools.importers.arrow_files import ArrowImporter
 from shardkit_tools.importers.csv import CsvImporter
 from shardkit_tools.importers.folder import FolderImporter, TextImporter, split_notes
 from shardkit_tools.importers.json_lines import JsonLinesImporter
@@ -37,17 +37,15 @@ from shardkit_tools.importers.source_kinds import (
     without_strays,
 )
 from shardkit_tools.importers.tables import ParquetImporter, TableImporter
-from shardkit_tools.importers.tokens import TokenDocuments, TokensImporter
+from shardkit_tools.importers.tokens import TokenDocuments
 from shardkit_tools.importers.webdataset import WebDatasetImporter
 
 _ADOPTED: dict[type[FileImporter], Callable[[Any], AdoptableFiles]] = {
     WebDatasetImporter: Tars,
     NumpyImporter: Arrays.of,
-    TokensImporter: Arrays.of,
     ArchiveImporter: Archives.of,
     TokenDocuments: Documents.of,
     MdsImporter: MdsFolder.of,
-    SavedDataset: ArrowFiles.of,
     FolderImporter: FolderFiles.of,
     TextImporter: FolderFiles.of,
     ParquetImporter: ParquetFiles.of,

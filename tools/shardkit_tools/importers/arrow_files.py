@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -52,7 +52,7 @@ _INFO, SAVED_STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.j
 class ArrowImporter(TableImporter):
     """Arrow files as a source."""
 
-    name: ClassVar[str] = "arrow"
+    name: str = "arrow"
 
     def _batches(self, task: SourceTask) -> Batches:
         row = task.first_row
@@ -61,20 +61,13 @@ class ArrowImporter(TableImporter):
             row += batch.num_rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedDataset(ArrowImporter):
-    """A folder of `save_to_disk` as a source."""
-
-    name: ClassVar[str] = "huggingface"
-
-
 def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
     """Read the schemas of Arrow files."""
-    return _open_tables(ArrowImporter, source, options, None)
+    return _open_tables("arrow", source, options, None)
 
 
 def _open_tables(
-    kind: type[ArrowImporter], source: Source, options: ImportOptions, features: Mapping[str, Any] | None
+    name: str, source: Source, options: ImportOptions, features: Mapping[str, Any] | None
 ) -> ArrowImporter:
     check_suffixes(source, ("arrow", "feather", "ipc"), "an Arrow file")
     source, schemas = open_each(source, options, _ipc_schema)
@@ -88,7 +81,8 @@ def _open_tables(
     partitions = hive_partitions(source, options)
     whole = with_partitions(source, schemas, partitions)
     schema, classes = table_schema(source, options, whole, nulls, features)
-    return kind(
+    return ArrowImporter(
+        name=name,
         source=source,
         fields=schema,
         options=options,
@@ -119,7 +113,7 @@ def open_huggingface(source: Source, options: ImportOptions) -> ArrowImporter:
             raise SourceError(f"{source.given}: {name} is missing; save the dataset again with save_to_disk")
     features = _document(by_name[_INFO]).get("features")
     listed = Source(source.given, tuple(_data_files(by_name, source)))
-    return _open_tables(SavedDataset, listed, options, features if isinstance(features, dict) else {})
+    return _open_tables("huggingface", listed, options, features if isinstance(features, dict) else {})
 
 
 def _document(file: SourceFile) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import BinaryIO, ClassVar, TypeAlias, cast
+from typing import BinaryIO, TypeAlias, cast
 
 from shardkit.errors import SourceError, UsageError
 from shardkit.extras import shell_word
@@ -38,7 +38,6 @@ from shardkit_tools.importers.line_ranges import (
 )
 from shardkit_tools.importers.protocol import (
     FileImporter,
-    FileObserver,
     ImportOptions,
     SampleStream,
     Source,
@@ -71,7 +70,7 @@ _INDEX = "index"  # name of a first column that the header does not name
 class CsvImporter(FileImporter):
     """CSV tables as a source."""
 
-    name: ClassVar[str] = "csv"
+    name: str = "csv"
     names: tuple[str, ...]
     """Names of all columns of the first file, including excluded ones."""
     others: Mapping[str, tuple[str, ...]]
@@ -80,7 +79,7 @@ class CsvImporter(FileImporter):
     quote: str
     """What encloses cells: '"', "none", or "maybe": the user must say so if a cell begins with a quote."""
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         """Yield the rows; a row that does not fit is a failure of that row only."""
         first = max(0, task.first_row - 1)  # the header is not a row
         for file in task.files:

@@ -24,6 +24,7 @@ from shardkit.images.decoding import PictureReader, decode_picture
 from shardkit_tools.importers.file_metadata import FileMetadata, open_metadata
 from shardkit_tools.importers.line_ranges import cut_lines, read_lines
 from shardkit_tools.importers.protocol import (
+    DecodedStream,
     FileImporter,
     FileObserver,
     ImportOptions,
@@ -33,6 +34,8 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    decode_samples,
+    ignore_file,
 )
 from shardkit_tools.importers.source_files import (
     SIDECARS,
@@ -63,7 +66,7 @@ _DECODED_FILES = 100_000  # of a folder whose pictures are decoded by default
 class FolderImporter(FileImporter):
     """A folder of files as a source."""
 
-    name: ClassVar[str] = "folder"
+    name: str = "folder"
     reads_whole_files: ClassVar[bool] = True
     samples: tuple[tuple[SourceFile, ...], ...]  # each sample's own file first, then its sidecars
     media: str  # field for the file: image, audio, video or blob
@@ -88,7 +91,11 @@ class FolderImporter(FileImporter):
             start = stop
         return tasks
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
+        paths = {file.name: file.path for file in task.files}
+        return decode_samples(self._renamed(self._rows(task, seen)), self.schema, paths)
+
+    def _rows(self, task: SourceTask, seen: FileObserver = ignore_file) -> SampleStream:
         """Yield one sample per file; an unreadable file is a failure of its sample only."""
         for own, sidecars in _with_sidecars(task.files):
             try:
@@ -282,10 +289,10 @@ def _sidecar_value(name: str, file: SourceFile, data: bytes) -> object:
 class TextImporter(FileImporter):
     """Text files as a source."""
 
-    name: ClassVar[str] = "text"
+    name: str = "text"
     layout: FolderLayout
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         """Yield one sample per file, or per non-empty line."""
         for file in task.files:
             try:

@@ -28,7 +28,6 @@ from shardkit_tools.importers.line_ranges import cut_lines, read_lines, rest_as_
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
-    FileObserver,
     ImportOptions,
     SampleStream,
     Source,
@@ -48,7 +47,7 @@ SCAN_ROWS = 100_000
 class JsonLinesImporter(FileImporter):
     """Files of JSON lines, or of one array of objects, as a source."""
 
-    name: ClassVar[str] = "jsonl"
+    name: str = "jsonl"
     has_own_fields: ClassVar[bool] = True
     types: Mapping[str, str]
     arrays: frozenset[str]
@@ -56,7 +55,7 @@ class JsonLinesImporter(FileImporter):
     structs: frozenset[str]
     """Objects whose members are the fields, because of `flatten`; a null in their place is dropped."""
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         """Yield one sample per line; a line that does not parse or fit is a failure of that line only."""
         for file in task.files:
             lines = enumerate(read_lines(file, task.start, task.stop), task.first_row)

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -29,7 +29,6 @@ from shardkit.formats.strict_json import parse_json
 from shardkit_tools.importers.numpy_arrays import array_type, common_array
 from shardkit_tools.importers.protocol import (
     FileImporter,
-    FileObserver,
     ImportOptions,
     SampleStream,
     Source,
@@ -68,11 +67,11 @@ class MdsShard:
 class MdsImporter(FileImporter):
     """MDS shards as a source."""
 
-    name: ClassVar[str] = "mds"
+    name: str = "mds"
     shards: tuple[MdsShard, ...]
     encodings: Encodings
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         """Yield the rows; a field that cannot be decoded is a failure of its row only."""
         shard = self.shards[task.start]
         for row, fields in enumerate(_rows(shard, self.encodings)):

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, ClassVar
+from typing import BinaryIO
 
 from shardkit.errors import ShardkitError, SourceError
 from shardkit_tools.importers.numpy_arrays import (
@@ -37,7 +37,7 @@ _LOCAL_HEADER_BYTES = 30  # before the name of a member
 class ArchiveImporter(RowsImporter):
     """NumPy archives as a source, each one task: compressed data is read from its start."""
 
-    name: ClassVar[str] = "npz"
+    name: str = "npz"
     archives: Mapping[SourceFile, tuple[ArrayFile, ...]]
     """The imported arrays of each file."""
 

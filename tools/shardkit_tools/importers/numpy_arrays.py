@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -141,7 +141,7 @@ class RowsImporter(FileImporter):
             origin = RowOrigin([file.name] * len(good), start + good)
             yield DecodedRows(batch.take(index_array(good)) if bad else batch, origin)
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         for start, columns, file in self._columns(task):
             for row in range(len(next(iter(columns.values())))):
                 sample: dict[str, object] = {name: column[row] for name, column in columns.items()}
@@ -203,9 +203,9 @@ class ArrayFile:
 
 @dataclass(frozen=True, kw_only=True)
 class NumpyImporter(RowsImporter):
-    """NumPy arrays as a source: fields of the same rows, or parts of one array, one file per task."""
+    """Arrays as a source: fields of the same rows, or parts of one array, one file per task; also tokens."""
 
-    name: ClassVar[str] = "npy"
+    name: str = "npy"
     arrays: Mapping[SourceFile, ArrayFile]
 
     @contextmanager
@@ -216,6 +216,8 @@ class NumpyImporter(RowsImporter):
             yield task.files[0], range(task.start, task.stop or 0), readers
 
     def _settings(self) -> dict[str, object]:
+        if self.options.dtype:
+            return {"dtype": self.options.dtype, "row": self.options.row}
         return {"arrays": "rows"} if len(self.arrays) > 1 and len(self.fields) == 1 else {}
 
 
@@ -223,9 +225,9 @@ class NumpyImporter(RowsImporter):
 class ArraysImporter(FileImporter):
     """NumPy arrays as a source: a sample per file, under the file's name."""
 
-    name: ClassVar[str] = "npy"
+    name: str = "npy"
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         for file in task.files:
             values = read_array(read_file(file), file.path)
             yield SourceSample({VALUE: values}, file_stem(file.name), file.name, 0)

@@ -399,7 +399,7 @@ def ignore_file(file: SourceFile, data: bytes) -> None:
 class FileImporter:
     """Base class of importers over a list of files."""
 
-    name: ClassVar[str]  # name of the importer in the recipe
+    name: str = ""  # name of the importer in the recipe
     reads_whole_files: ClassVar[bool] = (
         False  # every file is read once as a whole and passed to the `FileObserver`
     )
@@ -453,22 +453,22 @@ class FileImporter:
             SourceError: The rest of the task cannot be read; the message names file and row.
         """
         paths = {file.name: file.path for file in task.files}
-        return decode_samples(self._samples(task, seen), self.schema, paths)
+        return decode_samples(self._renamed(self._rows(task)), self.schema, paths)
 
     def read(self, task: SourceTask) -> SampleStream:
         """Yield the rows of a task as Python values; with `unchecked`, they are as in the source."""
-        return self._samples(task, ignore_file)
+        return self._renamed(self._rows(task))
 
-    def _samples(self, task: SourceTask, seen: FileObserver) -> SampleStream:
-        """Yield the rows of a task under their stored names."""
-        for found in self._rows(task, seen):
+    def _renamed(self, rows: SampleStream) -> SampleStream:
+        """Yield rows with their fields under the stored names."""
+        for found in rows:
             if self.options.rename and isinstance(found, SourceSample):
                 sample = {self._stored_names.get(name, name): value for name, value in found.sample.items()}
                 yield replace(found, sample=sample)
             else:
                 yield found
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         """Yield the rows of a task under their names in the source."""
         raise NotImplementedError
 

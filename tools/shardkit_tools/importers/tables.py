@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -74,7 +74,7 @@ class TableImporter(FileImporter):
                     raise
                 yield SourceFailure(task.files[0].name, -1, error)
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         for found in self._raw(task):
             if isinstance(found, SourceFailure):
                 yield found
@@ -138,7 +138,7 @@ def make_tasks(
 class ParquetImporter(TableImporter):
     """Parquet files as a source."""
 
-    name: ClassVar[str] = "parquet"
+    name: str = "parquet"
     wanted: tuple[str, ...] | None  # columns to read; None: all
     rows: tuple[int, ...]  # rows of each file
 

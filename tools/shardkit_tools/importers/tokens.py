@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ from shardkit.errors import SourceError, UsageError
 from shardkit_tools.importers.numpy_arrays import ArrayFile, ArrayHeader, NumpyImporter, tasks_of_parts
 from shardkit_tools.importers.protocol import (
     FileImporter,
-    FileObserver,
     ImportOptions,
     SampleStream,
     Source,
@@ -39,21 +38,11 @@ from shardkit_tools.importers.source_files import (
 _TOKEN_TYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokensImporter(NumpyImporter):
-    """Files of tokens as a source: parts of one array."""
-
-    name: ClassVar[str] = "tokens"
-
-    def _settings(self) -> dict[str, object]:
-        return {"dtype": self.options.dtype, "row": self.options.row}
-
-
 # marks and size of a header: llm.c, dev/data/data_common.py
 _LLM_C, _LLM_C_BYTES = (20240520, 20240801), 1024
 
 
-def open_tokens(source: Source, options: ImportOptions) -> TokensImporter | TokenDocuments:
+def open_tokens(source: Source, options: ImportOptions) -> NumpyImporter | TokenDocuments:
     """Divide files of tokens into rows of the field ``tokens``; tokens after the last full row are left out.
 
     With an index, a row is a document.
@@ -69,7 +58,8 @@ def open_tokens(source: Source, options: ImportOptions) -> TokensImporter | Toke
                 f"{array.file.name}: its last {tail} bytes do not fill a row and are left out"
             )
     first = arrays[source.files[0]]
-    return TokensImporter(
+    return NumpyImporter(
+        name="tokens",
         source=source,
         fields=options.schema({first.field: first.header.row_type}, source.given),
         options=options,
@@ -134,11 +124,11 @@ class DocumentIndex(NamedTuple):
 class TokenDocuments(FileImporter):
     """Token files with an index."""
 
-    name: ClassVar[str] = "tokens"
+    name: str = "tokens"
     pairs: tuple[tuple[SourceFile, SourceFile], ...]  # each file and its index
     rows: tuple[int, ...]  # documents of each file
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         file, index = task.files[0], read_index(*task.files)
         dtype = np.dtype(index.dtype).newbyteorder("<")
         with open_file(file) as stream:

@@ -29,7 +29,6 @@ from shardkit_tools.importers.numpy_arrays import array_type, common_array, read
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
-    FileObserver,
     ImportOptions,
     SampleStream,
     Source,
@@ -65,11 +64,11 @@ _TARS_COMPARED = 64  # tars whose first keys decide whether keys repeat
 class WebDatasetImporter(FileImporter):
     """Tars as a source, each one task: a tar can only be read from its start."""
 
-    name: ClassVar[str] = "webdataset"
+    name: str = "webdataset"
     has_own_fields: ClassVar[bool] = True
     keys: str  # "source", "prefixed" or "none"
 
-    def _rows(self, task: SourceTask, seen: FileObserver) -> SampleStream:
+    def _rows(self, task: SourceTask) -> SampleStream:
         """Yield the samples; one with a member that cannot be decoded is a failure of that sample only."""
         (file,) = task.files
         types = {name: str(kind.required) for name, kind in self.fields.items()}
