@@ -44,7 +44,9 @@ _PUBLIC = {"open": "opening", "create": "creating", "Dataset": "dataset", "Write
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         module = importlib.import_module(f"shardkit.dataset.{_PUBLIC[name]}")
-        return getattr(module, "open_dataset" if name == "open" else name)
+        value = getattr(module, "open_dataset" if name == "open" else name)
+        globals()[name] = value  # found without this function from now on
+        return value
     raise AttributeError(f"module 'shardkit' has no attribute {name!r}")
 
 

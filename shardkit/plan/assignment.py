@@ -286,15 +286,10 @@ def data_coordinates(
 
 
 class RankTelemetry(NamedTuple):
-    """Recent times of one rank.
+    """Recent times of one rank."""
 
-    Attributes:
-        compute_s: seconds per cell spent computing, one entry per recent step.
-        wait_s: seconds per cell spent waiting for data, one entry per recent step.
-    """
-
-    compute_s: tuple[float, ...]
-    wait_s: tuple[float, ...] = ()
+    compute_s: tuple[float, ...]  # seconds per cell spent computing, one entry per recent step
+    wait_s: tuple[float, ...] = ()  # seconds per cell spent waiting for data, one entry per recent step
 
     @property
     def cell_s(self) -> float:
@@ -322,42 +317,27 @@ def _median(values: Sequence[float]) -> float:
 
 
 class Decision(NamedTuple):
-    """A journaled change of owners, which every rank applies at the same later step.
+    """A journaled change of owners, which every rank applies at the same later step."""
 
-    Attributes:
-        number: sequence number, from 1.
-        decided_at: step at which the decision was made.
-        assignment: owners from ``assignment.from_step`` on.
-        before_s: measured seconds per step before the decision.
-        expected_s: expected seconds per step after the decision.
-        undoes: number of the decision that this one reverts, or 0.
-    """
-
-    number: int
-    decided_at: int
-    assignment: Assignment
-    before_s: float
-    expected_s: float
-    undoes: int = 0
+    number: int  # sequence number, from 1
+    decided_at: int  # step at which the decision was made
+    assignment: Assignment  # owners from ``assignment.from_step`` on
+    before_s: float  # measured seconds per step before the decision
+    expected_s: float  # expected seconds per step after the decision
+    undoes: int = 0  # number of the decision that this one reverts, or 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Thresholds of rebalancing.
+    """Thresholds of rebalancing."""
 
-    Attributes:
-        lead: steps between a decision and its effect, so that every rank receives it in time.
-        settle: steps after an effect without a new decision; telemetry must be from these steps.
-        gain: smallest expected saving, as a share of the step time; twice the relative standard error is added.
-        worse: share by which the step time may exceed the time before a decision; otherwise it is undone.
-        backoff: steps without a decision after one was undone; doubled each further time.
-    """
-
-    lead: int = 8
-    settle: int = 32
+    lead: int = 8  # steps between a decision and its effect, so that every rank receives it in time
+    settle: int = 32  # steps after an effect without a new decision; telemetry must be from these steps
+    # smallest expected saving, as a share of the step time; twice the relative standard error is added
     gain: float = 0.1
+    # share by which the step time may exceed the time before a decision; otherwise it is undone
     worse: float = 0.05
-    backoff: int = 512
+    backoff: int = 512  # steps without a decision after one was undone; doubled each further time
 
     def __post_init__(self) -> None:
         for name, least in (("lead", 1), ("settle", 0), ("backoff", 0)):

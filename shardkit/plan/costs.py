@@ -80,22 +80,15 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """Arrangement by cost of the windows of several hands of one epoch.
+    """Arrangement by cost of the windows of several hands of one epoch."""
 
-    Attributes:
-        codes: encoded costs of samples.
-        sizes: int64[hands], rows that a cell takes from each hand; an average if there are several groups.
-        parts: parts per round; more parts make cells more even.
-        key: key of the epoch's step classes, shared by all lanes.
-        offset: uint64[hands], added to the classes of each hand modulo 2**64.
-        steps: function (hand, draw) → step of the epoch in which the hand makes the draw, elementwise.
-    """
-
-    codes: Codes
+    codes: Codes  # encoded costs of samples
+    # int64[hands], rows that a cell takes from each hand; an average if there are several groups
     sizes: NDArray[np.int64]
-    parts: int
-    key: int
-    offset: NDArray[np.uint64]
+    parts: int  # parts per round; more parts make cells more even
+    key: int  # key of the epoch's step classes, shared by all lanes
+    offset: NDArray[np.uint64]  # uint64[hands], added to the classes of each hand modulo 2**64
+    # function (hand, draw) → step of the epoch in which the hand makes the draw, elementwise
     steps: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
 
     @staticmethod

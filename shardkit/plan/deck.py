@@ -88,24 +88,15 @@ class WindowDeck:
     """Hands whose rows are shuffled within windows of blocks.
 
     Positions count through all hands in drawing order.
-
-    Attributes:
-        start: int64[hands + 1], position at which each hand starts.
-        sample: int64[blocks], first sample number of each block, in drawing order.
-        rows: int64[blocks], rows of each block.
-        window_row: int64[windows + 1], position at which each window starts.
-        window_block: int64[windows + 1], block at which each window starts.
-        window_key: uint64[windows]; empty if rows are not shuffled.
-        balance: arrangement of windows by cost, or None.
     """
 
-    start: NDArray[np.int64]
-    sample: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    window_row: NDArray[np.int64]
-    window_block: NDArray[np.int64]
-    window_key: NDArray[np.uint64]
-    balance: Balance | None = None
+    start: NDArray[np.int64]  # int64[hands + 1], position at which each hand starts
+    sample: NDArray[np.int64]  # int64[blocks], first sample number of each block, in drawing order
+    rows: NDArray[np.int64]  # int64[blocks], rows of each block
+    window_row: NDArray[np.int64]  # int64[windows + 1], position at which each window starts
+    window_block: NDArray[np.int64]  # int64[windows + 1], block at which each window starts
+    window_key: NDArray[np.uint64]  # uint64[windows]; empty if rows are not shuffled
+    balance: Balance | None = None  # arrangement of windows by cost, or None
 
     @property
     def nbytes(self) -> int:
@@ -162,19 +153,12 @@ class WindowDeck:
 
 @dataclass(frozen=True, eq=False)
 class FullDeck:
-    """Hands that are permuted as a whole; each row is computed when it is taken.
+    """Hands that are permuted as a whole; each row is computed when it is taken."""
 
-    Attributes:
-        start: int64[hands + 1], position at which each hand starts.
-        sample: int64[pieces], first sample number of each run of rows, in base order.
-        begin: int64[pieces + 1], position of each run before shuffling.
-        keys: uint64[hands], one key per hand.
-    """
-
-    start: NDArray[np.int64]
-    sample: NDArray[np.int64]
-    begin: NDArray[np.int64]
-    keys: NDArray[np.uint64]
+    start: NDArray[np.int64]  # int64[hands + 1], position at which each hand starts
+    sample: NDArray[np.int64]  # int64[pieces], first sample number of each run of rows, in base order
+    begin: NDArray[np.int64]  # int64[pieces + 1], position of each run before shuffling
+    keys: NDArray[np.uint64]  # uint64[hands], one key per hand
 
     def take(self, lo: NDArray[np.int64], hi: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sample numbers at positions [lo, hi) of each range, concatenated; no range may be empty."""

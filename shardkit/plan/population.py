@@ -112,21 +112,13 @@ def _valid(population: Population) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Strata combined into groups, ordered by (-mass, name), with all rare strata pooled in the last group.
+    """Strata combined into groups, ordered by (-mass, name), with all rare strata pooled in the last group."""
 
-    Attributes:
-        masses: mass of each group: rows (natural weights) or weights, as Python integers.
-        rows: selected rows of each group.
-        strata: stratum numbers of each group; one number, except in the pool.
-        group_of: int32[strata], group of each stratum; -1 for strata without mass.
-        pooled: True if the last group is the pool of rare strata.
-    """
-
-    masses: tuple[int, ...]
-    rows: tuple[int, ...]
-    strata: tuple[tuple[int, ...], ...]
-    group_of: NDArray[np.int32]
-    pooled: bool
+    masses: tuple[int, ...]  # mass of each group: rows (natural weights) or weights, as Python integers
+    rows: tuple[int, ...]  # selected rows of each group
+    strata: tuple[tuple[int, ...], ...]  # stratum numbers of each group; one number, except in the pool
+    group_of: NDArray[np.int32]  # int32[strata], group of each stratum; -1 for strata without mass
+    pooled: bool  # True if the last group is the pool of rare strata
 
     def __len__(self) -> int:
         return len(self.masses)
@@ -195,37 +187,22 @@ _MIN_CHUNK = 256
 
 
 class Pieces(NamedTuple):
-    """Runs of rows inside segments, ordered by (group, base position), or by (hand, base position).
+    """Runs of rows inside segments, ordered by (group, base position), or by (hand, base position)."""
 
-    Attributes:
-        group: int64[n], group, or hand if hands were requested.
-        base: int64[n], position of the first row in the base order of its group.
-        sample: int64[n], sample number of the first row.
-        row: int64[n], index of the first row in its segment.
-        rows: int64[n], number of rows.
-        shard: int64[n], shard of the segment.
-    """
-
-    group: NDArray[np.int64]
-    base: NDArray[np.int64]
-    sample: NDArray[np.int64]
-    row: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    shard: NDArray[np.int64]
+    group: NDArray[np.int64]  # int64[n], group, or hand if hands were requested
+    base: NDArray[np.int64]  # int64[n], position of the first row in the base order of its group
+    sample: NDArray[np.int64]  # int64[n], sample number of the first row
+    row: NDArray[np.int64]  # int64[n], index of the first row in its segment
+    rows: NDArray[np.int64]  # int64[n], number of rows
+    shard: NDArray[np.int64]  # int64[n], shard of the segment
 
 
 class Blocks(NamedTuple):
-    """Blocks, cut at the borders of hands, ordered by (hand, base position).
+    """Blocks, cut at the borders of hands, ordered by (hand, base position)."""
 
-    Attributes:
-        sample: int64[n], sample number of the first row.
-        rows: int64[n], number of rows.
-        per_hand: int64[hands], number of blocks of each hand.
-    """
-
-    sample: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    per_hand: NDArray[np.int64]
+    sample: NDArray[np.int64]  # int64[n], sample number of the first row
+    rows: NDArray[np.int64]  # int64[n], number of rows
+    per_hand: NDArray[np.int64]  # int64[hands], number of blocks of each hand
 
 
 class BaseOrder:

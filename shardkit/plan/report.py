@@ -25,19 +25,12 @@ from .weighted import WeightedGrid
 
 @dataclass(frozen=True)
 class NodeReads:
-    """Shards read by nodes in one epoch, or in one pass over all hands.
+    """Shards read by nodes in one epoch, or in one pass over all hands."""
 
-    Attributes:
-        nodes: number of nodes; each has an equal number of neighbouring lanes.
-        shards: number of distinct shards read by each node.
-        bytes: bytes of these shards; -1 if the population does not know their sizes.
-        per_shard: shards summed over nodes, divided by the distinct shards of all nodes; at least 1.0.
-    """
-
-    nodes: int
-    shards: tuple[int, ...]
-    bytes: tuple[int, ...]
-    per_shard: float
+    nodes: int  # number of nodes; each has an equal number of neighbouring lanes
+    shards: tuple[int, ...]  # number of distinct shards read by each node
+    bytes: tuple[int, ...]  # bytes of these shards; -1 if the population does not know their sizes
+    per_shard: float  # shards summed over nodes, divided by the distinct shards of all nodes; at least 1.0
 
 
 def lane_shards(plan: Plan, lane: int, epoch: int = 0) -> Int64s:
@@ -252,16 +245,11 @@ def _count_blocks(masses: NDArray[np.float64], windows: Int64s, cell_size: int, 
 
 @dataclass(frozen=True)
 class Mixing:
-    """Measures of how well a stream of batches is mixed.
+    """Measures of how well a stream of batches is mixed."""
 
-    Attributes:
-        shards_per_batch: mean number of distinct shards in a batch.
-        label_run: mean length of runs of one stratum in the stream.
-        distance_bits: entropy, in bits, of log2 of the distance between sample numbers of consecutive samples.
-    """
-
-    shards_per_batch: float
-    label_run: float
+    shards_per_batch: float  # mean number of distinct shards in a batch
+    label_run: float  # mean length of runs of one stratum in the stream
+    # entropy, in bits, of log2 of the distance between sample numbers of consecutive samples
     distance_bits: float
 
 

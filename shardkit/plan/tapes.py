@@ -25,45 +25,29 @@ _WALK = (
 
 
 class Heads(NamedTuple):
-    """Rows at the start of tapes: what passes of the parent plan have not drawn.
+    """Rows at the start of tapes: what passes of the parent plan have not drawn."""
 
-    Attributes:
-        rests: rows of each pass, of all strata; empty if tapes begin with a whole pass.
-        number: int64[strata], the number of each stratum's first pass, for `locate`.
-        key: key of the first whole pass, at least ``len(rests)``; earlier passes have lower keys.
-    """
-
-    rests: tuple[RowSet, ...]
-    number: Int64s
-    key: int
+    rests: tuple[RowSet, ...]  # rows of each pass, of all strata; empty if tapes begin with a whole pass
+    number: Int64s  # int64[strata], the number of each stratum's first pass, for `locate`
+    key: int  # key of the first whole pass, at least ``len(rests)``; earlier passes have lower keys
 
 
 class ByCost(NamedTuple):
-    """Arrangement of the rows of a pass by cost.
+    """Arrangement of the rows of a pass by cost."""
 
-    Attributes:
-        of_hands: (lane, strata, passes) → arrangement of the lane's hands of these passes.
-        window: int64[strata], rows of a window of a shared tape; 0: as many as a pass.
-        shared: (stratum, position on the tape, samples of a window from there on) → the samples in another order.
-    """
-
+    # (lane, strata, passes) → arrangement of the lane's hands of these passes
     of_hands: Callable[[int, Int64s, Int64s], Balance]
-    window: Int64s
+    window: Int64s  # int64[strata], rows of a window of a shared tape; 0: as many as a pass
+    # (stratum, position on the tape, samples of a window from there on) → the samples in another order
     shared: Callable[[int, int, Int64s], Int64s]
 
 
 class _Pass(NamedTuple):
-    """One pass over strata: over the rows in ``rows``, or over all rows if ``rows`` is None.
+    """One pass over strata: over the rows in ``rows``, or over all rows if ``rows`` is None."""
 
-    Attributes:
-        order: base order of the rows.
-        counts: number of rows of each stratum.
-        rows: rows of the pass; None for all.
-    """
-
-    order: BaseOrder
-    counts: Int64s
-    rows: RowSet | None
+    order: BaseOrder  # base order of the rows
+    counts: Int64s  # number of rows of each stratum
+    rows: RowSet | None  # rows of the pass; None for all
 
     def samples(self, numbers: Int64s) -> Int64s:
         return numbers if self.rows is None else self.rows.members(numbers)

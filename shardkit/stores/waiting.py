@@ -31,13 +31,10 @@ EXPIRED: Final = errno.EAGAIN
 
 
 class FirstContact:
-    """Limit on the wait for the first answer of a store, so that a wrong endpoint fails early.
+    """Limit on the wait for the first answer of a store, so that a wrong endpoint fails early."""
 
-    Attributes:
-        limit_s: limit in seconds. Commands set it; in other programs it is unlimited, as a loader waits for a network
-            to come back.
-    """
-
+    # limit in seconds. Commands set it; in other programs it is unlimited, as a loader waits for a network to
+    # come back.
     limit_s: float = math.inf
 
 
@@ -49,19 +46,12 @@ _JITTER: Final = random.SystemRandom()
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Time limits of one operation of a store, in seconds.
+    """Time limits of one operation of a store, in seconds."""
 
-    Attributes:
-        deadline_s: limit for all attempts together.
-        attempt_s: limit for connecting, and for a request during which no byte arrives.
-        first_pause_s: bound of the first pause; it doubles for each further one.
-        longest_pause_s: maximum bound.
-    """
-
-    deadline_s: float = 120.0
-    attempt_s: float = 30.0
-    first_pause_s: float = 0.05
-    longest_pause_s: float = 5.0
+    deadline_s: float = 120.0  # limit for all attempts together
+    attempt_s: float = 30.0  # limit for connecting, and for a request during which no byte arrives
+    first_pause_s: float = 0.05  # bound of the first pause; it doubles for each further one
+    longest_pause_s: float = 5.0  # maximum bound
 
     def __post_init__(self) -> None:
         for name in ("attempt_s", "first_pause_s", "longest_pause_s"):
@@ -94,21 +84,13 @@ _LOG: Final = logging.getLogger("shardkit.stores")
 
 @dataclass(eq=False)
 class Wait:
-    """One running request.
+    """One running request."""
 
-    Attributes:
-        where: URL of the store, without credentials.
-        doing: operation and name, such as "read NAME".
-        since: time of the clock at which it started, in seconds.
-        deadline_s: limit in seconds from then.
-        problem: problem of the last attempt; "" if there was none.
-    """
-
-    where: str
-    doing: str
-    since: float
-    deadline_s: float
-    problem: str = ""
+    where: str  # URL of the store, without credentials
+    doing: str  # operation and name, such as "read NAME"
+    since: float  # time of the clock at which it started, in seconds
+    deadline_s: float  # limit in seconds from then
+    problem: str = ""  # problem of the last attempt; "" if there was none
 
 
 class Waits:
@@ -221,15 +203,10 @@ def parse_bandwidth(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """A part of the day, in local time; it may include midnight.
+    """A part of the day, in local time; it may include midnight."""
 
-    Attributes:
-        start: start in minutes after midnight.
-        end: end in minutes after midnight, exclusive.
-    """
-
-    start: int
-    end: int
+    start: int  # start in minutes after midnight
+    end: int  # end in minutes after midnight, exclusive
 
     @classmethod
     def parse(cls, text: str) -> Hours:
