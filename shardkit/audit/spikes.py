@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shardkit.arrays import Float64s, Int64s
+from shardkit.arrays import Float64s
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.run_record import RunRecord
 from shardkit.audit.trace import samples_of_step
 from shardkit.errors import FormatError
-from shardkit.ledger.losses import Losses
+from shardkit.ledger.losses import Losses, LossRows
 from shardkit.plan import Plan
 from shardkit.plan.population import stratum_rows
 
@@ -155,59 +154,26 @@ def rank_samples(losses: Losses, *, top: int, window: int = 100) -> list[RankedL
         The losses, the largest score first.
     """
     best: list[RankedLoss] = []
-    together = _TOGETHER * window
-    for first in range(0, len(losses.steps), together):
-        end = min(len(losses.steps), first + together)
-        whole = first + (end - first) // window * window
-        for low, high in ((first, whole), (whole, end)):
-            found = losses.read_unchecked(low, high) if high > low else None
-            for at in range(low, high, window) if found is None else (low,):
-                rows = (
-                    _read_losses(losses, at, min(high, at + window))
-                    if found is None
-                    else _Rows.of(losses, low, *found)
-                )
-                size = len(rows.values) if found is None else min(window, high - low) * len(found[0])
-                best = _with_best(best, rows, size, top)
-    for one in best:
-        losses.of_step(one.step)  # compares checksums
+    for first in range(0, len(losses.steps), window):
+        last = min(len(losses.steps), first + window) - 1
+        rows = losses.of_steps(int(losses.steps[first]), int(losses.steps[last]) + 1)
+        best = _with_best(best, rows, top)
     return best
 
 
-_TOGETHER = 50  # groups ranked at once
-
-
-class _Rows(NamedTuple):
-    """Losses ordered by step and place, (n,) each."""
-
-    steps: Int64s
-    places: Int64s
-    values: NDArray[np.float32]
-
-    @classmethod
-    def of(cls, losses: Losses, first: int, places: Int64s, values: NDArray[np.float32]) -> _Rows:
-        steps = losses.steps[first : first + len(values)]
-        return cls(np.repeat(steps, len(places)), np.tile(places, len(steps)), values.ravel())
-
-
-def _read_losses(losses: Losses, first: int, end: int) -> _Rows:
-    rows = losses.of_steps(int(losses.steps[first]), int(losses.steps[end - 1]) + 1)
-    return _Rows(rows.steps, rows.places, rows.losses)
-
-
-def _with_best(best: list[RankedLoss], rows: _Rows, size: int, top: int) -> list[RankedLoss]:
-    """Return the ``top`` best of ranked losses and of rows, whose groups have ``size`` losses each."""
-    values = rows.values.astype(np.float64).reshape(-1, size)
+def _with_best(best: list[RankedLoss], rows: LossRows, top: int) -> list[RankedLoss]:
+    """Return the ``top`` best of ranked losses and of the losses of a group."""
+    values = rows.losses.astype(np.float64)
     finite = np.isfinite(values)
-    expected, spread = _levels(values if finite.all() else np.where(finite, values, np.nan))
-    scores = np.where(finite, (values - expected[:, None]) / spread[:, None], np.inf).ravel()
+    (expected,), (spread,) = _levels(np.where(finite, values, np.nan)[None])
+    scores = np.where(finite, (values - expected) / spread, np.inf)
     found = np.flatnonzero(scores > best[-1].score) if len(best) == top else np.arange(len(scores))
     if len(found) > top:
         least = np.partition(scores[found], len(found) - top)[len(found) - top]
         found = found[scores[found] >= least]
     order = np.lexsort((rows.places[found], rows.steps[found], -scores[found]))[:top]
     more = [
-        RankedLoss(int(rows.steps[i]), int(rows.places[i]), float(rows.values[i]), float(scores[i]))
+        RankedLoss(int(rows.steps[i]), int(rows.places[i]), float(rows.losses[i]), float(scores[i]))
         for i in found[order].tolist()
     ]
     return sorted([*best, *more], key=lambda one: (-one.score, one.step, one.place))[:top]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,7 +95,7 @@ class LossWriter:
         body = places.astype("<u4").tobytes() + losses.astype("<f4").tobytes()
         total = float(losses.sum(dtype=np.float64))
         record = np.array([(step, self._offset, total, len(losses), cells, 0)], RECORD)
-        record["check"] = _check(record[0], body)
+        record["check"] = _check(record.tobytes(), body)
         with explained(f"write {self._path}", writing=True):
             append(self._samples, body)
             append(self._steps, record.tobytes())
@@ -109,9 +110,9 @@ class LossWriter:
         self._samples = self._steps = -1
 
 
-def _check(record: Any, body: bytes) -> int:
-    head = record.tobytes()[: RECORD.itemsize - 8]
-    return int(xxhash.xxh3_64_intdigest(body, seed=xxhash.xxh3_64_intdigest(head)))
+def _check(record: bytes, body: bytes) -> int:
+    """Return the checksum of a record, whose own one is not covered, and its values."""
+    return int(xxhash.xxh3_64_intdigest(body, seed=xxhash.xxh3_64_intdigest(record[:-8])))
 
 
 class _File(NamedTuple):
@@ -154,7 +155,6 @@ class Losses:
             records, of_file = records[order], of_file[order]
         self._files, self._records, self._of_file = files, records, of_file
         first = np.flatnonzero(np.diff(records["step"], prepend=-1))
-        self._starts: Int64s = np.append(first, len(records))
         self.steps: Int64s = records["step"][first].astype(np.int64)
         totals = np.add.reduceat(self._records["total"], first) if len(first) else np.empty(0)
         counts = (
@@ -188,99 +188,60 @@ class Losses:
             FormatError: the files were changed.
         """
         low, high = np.searchsorted(self._records["step"], [first, end]).tolist()
-        records = self._records[low:high]
-        parts = [
-            _body(record, self._files[file].path)
-            for record, file in zip(records, self._of_file[low:high].tolist(), strict=True)
-        ]
-        counts = [len(losses) for _, losses, _ in parts]
+        records, of_file = self._records[low:high], self._of_file[low:high]
+        parts: dict[int, _Body] = {}
+        for number in np.unique(of_file).tolist():
+            where = np.flatnonzero(of_file == number)
+            parts |= zip(where.tolist(), _bodies(records[where], self._files[number].path), strict=True)
+        bodies = [parts[place] for place in range(len(records))]
+        counts = [len(body.losses) for body in bodies]
         steps = np.repeat(records["step"].astype(np.int64), counts)
-        places = np.concatenate([np.empty(0, np.int64), *(part[0] for part in parts)])
-        losses = np.concatenate([np.empty(0, np.float32), *(part[1] for part in parts)])
-        by_cell = np.repeat(np.array([part[2] for part in parts], dtype=np.bool_), counts)
-        newest = by_cell[np.searchsorted(steps, steps, side="right") - 1] if len(steps) else by_cell
-        order = np.lexsort((places, steps))  # stable: the newest loss of a place is the last
-        is_last = np.ones(len(order), dtype=np.bool_)
-        is_last[:-1] = (np.diff(steps[order]) != 0) | (np.diff(places[order]) != 0)
-        chosen = order[is_last & (by_cell == newest)[order]]
-        return LossRows(steps[chosen], places[chosen], losses[chosen], by_cell[chosen])
-
-    def read_unchecked(self, first: int, end: int) -> tuple[Int64s, NDArray[np.float32]] | None:
-        """Return the losses of ``steps[first:end]`` without comparing checksums, if they were noted alike in each step.
-
-        Returns:
-            (places, losses): (places,) as in `LossRows`, ascending, and (steps, places); None if a step was repeated,
-            rows were masked, or losses are of cells. Use `of_steps` for what is shown.
-        """
-        steps, low, high = self.steps[first:end], int(self._starts[first]), int(self._starts[end])
-        of_file = self._of_file[low:high]
-        numbers = np.unique(of_file).tolist()
-        if high - low != len(numbers) * len(steps):
-            return None
-        places, losses = [], []
-        for number in numbers:
-            records = self._records[low:high][of_file == number]
-            found = None
-            if np.array_equal(records["step"], steps):
-                found = _uniform(records, self._files[number].path)
-            if found is None:
-                return None
-            places.append(found[0])
-            losses.append(found[1])
-        joined = np.concatenate(places)
-        order = np.argsort(joined, kind="stable")
-        if (np.diff(joined[order]) == 0).any():  # two starts noted these steps
-            return None
-        return joined[order], np.concatenate(losses, axis=1)[:, order]
+        places = np.concatenate([np.empty(0, np.int64), *(body.places for body in bodies)])
+        losses = np.concatenate([np.empty(0, np.float32), *(body.losses for body in bodies)])
+        by_cell = np.repeat(np.array([body.by_cell for body in bodies], dtype=np.bool_), counts)
+        keys = steps * (int(places.max(initial=0)) + 1) + places
+        if (np.diff(records["step"]) <= 0).any() or (
+            np.diff(keys) <= 0
+        ).any():  # of several ranks, or repeated
+            newest = by_cell[np.searchsorted(steps, steps, side="right") - 1]
+            order = np.argsort(keys, kind="stable")  # the newest loss of a place is the last
+            is_last = np.diff(keys[order], append=-1) != 0
+            chosen = order[is_last & (by_cell == newest)[order]]
+            return LossRows(steps[chosen], places[chosen], losses[chosen], by_cell[chosen])
+        return LossRows(steps, places, losses, by_cell)
 
 
-def _uniform(records: NDArray[Any], path: Path) -> tuple[Int64s, NDArray[np.float32]] | None:
-    """Return (places, losses of each record) of consecutive records with the same lanes, unchecked; otherwise None."""
-    count, cells, offset = (int(records[0][name]) for name in ("count", "cells", "offset"))
-    size = 4 * (cells + count)
-    if (
-        cells in (0, count)
-        or count % cells
-        or (records["count"] != count).any()
-        or (records["cells"] != cells).any()
-    ):
-        return None
-    if not np.array_equal(records["offset"], offset + size * np.arange(len(records))):
-        return None
-    data = b""
-    with contextlib.suppress(FormatError):  # a pipe, or nothing to read there
-        data = (
-            read_file(path.with_suffix(".samples"), _MOST, size=size * len(records), offset=max(0, offset))
-            or b""
-        )
-    if len(data) != size * len(records):
-        return None
-    bodies = np.frombuffer(data, "<u4").reshape(len(records), -1)
-    lanes = bodies[0, :cells].astype(np.int64)
-    if (bodies[:, :cells] != bodies[0, :cells]).any():
-        return None
-    places = (lanes[:, None] * (count // cells) + np.arange(count // cells)).ravel()
-    return places, bodies[:, cells:].view("<f4")
+class _Body(NamedTuple):
+    places: Int64s
+    losses: NDArray[np.float32]
+    by_cell: bool
 
 
-def _body(record: Any, path: Path) -> tuple[Int64s, NDArray[np.float32], bool]:
-    count, cells, offset = int(record["count"]), int(record["cells"]), int(record["offset"])
-    size = 4 * ((cells or count) + count)
-    path = path.with_suffix(".samples")
-    body = b""
-    with contextlib.suppress(FormatError):  # a pipe, or nothing to read there
-        body = read_file(path, _MOST, size=size, offset=max(0, offset)) or b""
-    is_uneven = cells > 0 and count % cells
-    if is_uneven or len(body) != size or _check(record, body) != int(record["check"]):
-        raise FormatError(
-            f"{path}: the losses of step {record['step']} were changed or cut; restore it from a copy"
-        )
-    places = np.frombuffer(body, "<u4", cells or count).astype(np.int64)
-    losses = np.frombuffer(body, "<f4", count, 4 * len(places))
-    if cells in (0, count):
-        return places, losses, cells == count
-    size = count // cells
-    return (places[:, None] * size + np.arange(size)).ravel(), losses, False
+def _bodies(records: NDArray[Any], path: Path) -> Iterator[_Body]:
+    """Yield the values of records of a file; those of records that follow each other are read at once."""
+    path, checks = path.with_suffix(".samples"), records["check"].tolist()
+    heads = records.view(f"V{RECORD.itemsize}").tolist()
+    count, cells = (records[name].astype(np.int64) for name in ("count", "cells"))
+    size, offset = 4 * (np.where(cells > 0, cells, count) + count), np.maximum(0, records["offset"])
+    ends = np.flatnonzero(offset[1:] != (offset + size)[:-1]) + 1
+    for begin, end in itertools.pairwise((0, *ends.tolist(), len(records))):
+        data, at = b"", 0
+        with contextlib.suppress(FormatError):  # a pipe, or nothing to read there
+            data = read_file(path, _MOST, size=int(size[begin:end].sum()), offset=int(offset[begin])) or b""
+        for place in range(begin, end):
+            body, number, lanes = data[at : at + int(size[place])], int(count[place]), int(cells[place])
+            at += len(body)
+            is_uneven = lanes > 0 and number % lanes
+            if is_uneven or len(body) != size[place] or _check(heads[place], body) != int(checks[place]):
+                raise FormatError(
+                    f"{path}: the losses of step {records[place]['step']} were changed or cut; restore it from a copy"
+                )
+            places = np.frombuffer(body, "<u4", lanes or number).astype(np.int64)
+            losses = np.frombuffer(body, "<f4", number, 4 * len(places))
+            if lanes not in (0, number):
+                rows = np.arange(number // lanes)
+                places = (places[:, None] * len(rows) + rows).ravel()
+            yield _Body(places, losses, lanes == number)
 
 
 def read_losses(run: Path, legs: Sequence[Leg] | None = None) -> Losses:
@@ -427,7 +388,6 @@ def digest_of_losses(run: Path, ranges: Ranges) -> str:
             raise FormatError(f"{one.path} was cut: expected {end} records; restore it from a copy")
         digest.update(header.tobytes() if first == 0 else b"")
         digest.update(records.tobytes())
-        for record in records:
-            places, losses, _ = _body(record, one.path)
-            digest.update(places.tobytes() + losses.tobytes())
+        for body in _bodies(records, one.path):
+            digest.update(body.places.tobytes() + body.losses.tobytes())
     return f"sha256:{digest.hexdigest()}"
