@@ -334,7 +334,7 @@ def test_poisoned_samples_are_found_among_ten_million(tmp_path: Path) -> None:
             losses[poisoned[low:high] - step * batch] *= 5
             body = lanes + losses.astype("<f4").tobytes()
             records[step] = (step, offset, losses.sum(dtype=np.float64), batch, 8, 0)
-            records[step]["check"] = _check(records[step], body)
+            records[step]["check"] = _check(records[step].tobytes(), body)
             offset += len(body)
             file.write(body)
     (folder / "00000-00000.steps").write_bytes(header.tobytes() + records.tobytes())
