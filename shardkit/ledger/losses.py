@@ -199,10 +199,10 @@ class Losses:
         places = np.concatenate([np.empty(0, np.int64), *(body.places for body in bodies)])
         losses = np.concatenate([np.empty(0, np.float32), *(body.losses for body in bodies)])
         by_cell = np.repeat(np.array([body.by_cell for body in bodies], dtype=np.bool_), counts)
-        keys = steps * (int(places.max(initial=0)) + 1) + places
-        if (np.diff(records["step"]) <= 0).any() or (
-            np.diff(keys) <= 0
-        ).any():  # of several ranks, or repeated
+        number = np.cumsum(np.diff(steps, prepend=-1) != 0)
+        keys = number * (int(places.max(initial=0)) + 1) + places
+        # steps of several ranks, or repeated ones
+        if (np.diff(records["step"]) <= 0).any() or (np.diff(keys) <= 0).any():
             newest = by_cell[np.searchsorted(steps, steps, side="right") - 1]
             order = np.argsort(keys, kind="stable")  # the newest loss of a place is the last
             is_last = np.diff(keys[order], append=-1) != 0

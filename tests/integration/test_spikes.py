@@ -388,7 +388,7 @@ def test_the_ledger_covers_losses(ds: shardkit.Dataset, tmp_path: Path) -> None:
     record = np.frombuffer(whole, RECORD, 1, HEADER.itemsize).copy()
     body = values[: int(record["offset"][0]) + 2 * 4 + 8 * 4]
     forged = body[:-4] + np.array([0.5], "<f4").tobytes()
-    record["check"] = _check(record[0], forged)
+    record["check"] = _check(record.tobytes(), forged)
     steps.write_bytes(
         whole[: HEADER.itemsize] + record.tobytes() + whole[HEADER.itemsize + RECORD.itemsize :]
     )
