@@ -96,6 +96,43 @@ def test_a_tar_cut_anywhere_gives_the_samples_before_the_cut(way: Way, tmp_path:
         assert "a.tar" in said
 
 
+def test_members_that_samples_lack_are_missing_in_batches_as_after_a_build(tmp_path: Path) -> None:
+    """Of every kind of field; some blocks have no value of a field."""
+    members: list[tuple[str, bytes]] = []
+    for n in range(200):
+        several = {
+            "bin": bytes([n]) * (5 * n),
+            "extra.bin": b"x" * (n % 50) if n % 3 == 0 else None,
+            "seen.txt": f"\u00e9{n}".encode() if n % 4 == 1 else None,
+            "cls": b" %d " % n if n % 5 else None,
+            "v.npy": npy_of(np.arange(3, dtype="f4") + n) if n > 150 else None,
+            "r.npy": npy_of(np.arange(n % 5, dtype="i4")) if n % 2 else None,
+            "json": b'{"a": %d}' % n if n % 11 == 0 else None,
+        }
+        members += [(f"{n:03}.{name}", data) for name, data in several.items() if data is not None]
+    (tmp_path / "a.tar").write_bytes(tar_of(members))
+    options = ImportOptions(field_types={"r": "int32[*]?"})
+    adopt(tmp_path / "a.tar", tmp_path / "adopted", options=options, block_size="8KiB")
+    build(str(tmp_path / "a.tar"), tmp_path / "built", shuffle=False, options=options, format="tar")
+
+    def value(column: Any, row: int) -> Any:
+        return column[0][column[1][row] : column[1][row + 1]] if isinstance(column, tuple) else column[row]
+
+    found: list[dict[str, dict[str, Any]]] = []
+    for root in (tmp_path / "adopted", tmp_path / "built"):
+        ds, samples = shardkit.open(root), {}
+        with ds.loader(ds.plan(global_batch=20, seed=3), rank=0, world=1, tensors=False) as loader:
+            for batch in loader:
+                for row, sample in enumerate(batch.samples.tolist()):
+                    samples[ds.key(sample)] = {name: value(batch[name], row) for name in ds.schema}
+        found.append(samples)
+    assert shardkit.open(tmp_path / "adopted").reader.index(0).blocks > 10
+    assert len(found[0]) == 200
+    assert {key: {n: str(v) for n, v in row.items()} for key, row in found[0].items()} == {
+        key: {n: str(v) for n, v in row.items()} for key, row in found[1].items()
+    }
+
+
 @WAYS
 @pytest.mark.parametrize("damaged", [0, 1, 6, 7, 99])
 @pytest.mark.parametrize("inner", [0, 5000])

@@ -102,6 +102,8 @@ class LocatedRows:
             # the offset 0 marks missing values, as in `ShardIndex.field_offset`
             present = np.flatnonzero(table[:, place, 0]) if kind.optional else np.arange(len(rows))
             suspects: list[int] = []
+            if not len(present):
+                continue
             try:
                 self._check_column(raw, table[present, place], kind, name)
             except FormatError:
