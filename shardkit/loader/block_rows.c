@@ -1363,8 +1363,6 @@ static PyObject *ways(PyObject *self, PyObject *ignored)
 #define AHEAD 2048              /* bytes of the next row that are asked for while one is copied */
 #define SHORT 512               /* bytes of a row */
 #define FAR_AHEAD 8             /* rows: each lies somewhere else in memory */
-#define LONG (1 << 14)          /* bytes of a row that is worth asking ahead for inside of it */
-#define PART 2048               /* bytes that are asked for at a time, two parts before they are read */
 
 static void ask_for(const char *row, Py_ssize_t size)
 {
@@ -1376,22 +1374,6 @@ static void ask_for(const char *row, Py_ssize_t size)
 #endif
 }
 
-/* Processors look ahead to the end of a page only, and not at all for what is written. */
-static void copy(char *to, const char *from, Py_ssize_t size)
-{
-#if defined(__GNUC__) || defined(__clang__)
-    if (size >= LONG)
-        for (; size > 3 * PART; to += PART, from += PART, size -= PART) {
-            for (Py_ssize_t at = 0; at < PART; at += 64) {
-                __builtin_prefetch(from + 2 * PART + at, 0, 2);
-                __builtin_prefetch(to + PART + at, 1);
-            }
-            memcpy(to, from, PART);
-        }
-#endif
-    memcpy(to, from, (size_t)size);
-}
-
 /* Rows end to end: of one size, or of sizes of their own where those are given. */
 static void copy_each(char *to, const int64_t *from, Py_ssize_t rows, const int64_t *sizes, Py_ssize_t same)
 {
@@ -1401,7 +1383,7 @@ static void copy_each(char *to, const int64_t *from, Py_ssize_t rows, const int6
         if (row + next < rows)
             ask_for((const char *)(intptr_t)from[row + next], size);
         if (size)
-            copy(to, (const char *)(intptr_t)from[row], size);
+            memcpy(to, (const char *)(intptr_t)from[row], (size_t)size);
         to += size;
     }
 }
@@ -1672,7 +1654,7 @@ static PyObject *objects_at(const int64_t *from, const int64_t *size, Py_ssize_t
         PyThreadState *let_go = bytes >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
         for (Py_ssize_t row = 0; row < rows; row++)
             if (to[row] && size[row])
-                copy(to[row], (const char *)(intptr_t)from[row], (Py_ssize_t)size[row]);
+                memcpy(to[row], (const char *)(intptr_t)from[row], (size_t)size[row]);
         if (let_go)
             PyEval_RestoreThread(let_go);
     }
