@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
 from shardkit.formats import Block, FixedColumn, Schema, ShardIndex
-from shardkit.formats.fields import FieldType
+from shardkit.formats.schema import FieldType
 from shardkit.formats.tar_members import RAGGED_HEADER_BYTES
 from shardkit.plan.costs import COST_LIMIT
 from shardkit.plan.deal import ragged

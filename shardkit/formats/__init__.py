@@ -10,10 +10,9 @@ from .arrow_reading import message_layout
 from .block import Block, Column, FixedColumn, JoinedPayloads, Row, RowBlock, VariableColumn
 from .columns import Columns, Texts, pack_columns, unpack_columns
 from .compression import normalise_compression
-from .fields import FieldType
 from .index import BlockSpan, NumberedKeys, ShardIndex, block_starts, generated_key, generated_keys
 from .reading import Verify, parse_decimals, read_block, read_fields, separate_fields, verify_block
-from .schema import RESERVED_NAMES, Schema, presence_of
+from .schema import RESERVED_NAMES, FieldType, Schema, presence_of
 from .tar_members import member_names
 from .writing import MAX_SAMPLE_BYTES, ShardWriter, Sink, fit_key, max_key_bytes, raw_row_bytes
 

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .block import JoinedPayloads, PayloadColumn, payloads_of
-from .fields import FieldType
-from .schema import Schema
+from .schema import FieldType, Schema
 
 
 def stored_columns(schema: Schema, batch: Any) -> list[PayloadColumn]:

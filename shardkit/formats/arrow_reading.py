@@ -26,8 +26,7 @@ from .arrow_message import (
 )
 from .block import Column, FixedColumn, VariableColumn, check_text
 from .compression import MAX_RATIO, decompress_frame
-from .fields import FieldType
-from .schema import KEY_FIELD, Schema, presence_of
+from .schema import KEY_FIELD, FieldType, Schema, presence_of
 
 _TEXT, _BYTES = FieldType("str"), FieldType("bytes")
 _EMPTY = np.empty(0, np.uint8)

@@ -29,8 +29,7 @@ from .block import (
     sizes_of,
 )
 from .compression import zstd_level
-from .fields import FieldType
-from .schema import KEY_FIELD, Schema, presence_of
+from .schema import KEY_FIELD, FieldType, Schema, presence_of
 from .values import unpack_array, unpack_list
 
 METADATA_KEY = b"shardkit"

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SampleError
 
-from .fields import FieldType
-from .schema import Schema, presence_of
+from .schema import FieldType, Schema, presence_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,11 +24,10 @@ from .arrow_message import END_OF_STREAM, raw_message_bytes, read_batch_header
 from .arrow_payloads import stored_columns
 from .arrow_writing import arrow_schema
 from .block import Block, Column, FixedColumn, JoinedPayloads, PayloadColumn, VariableColumn, payloads_of
-from .fields import FieldType
 from .foreign_columns import ForeignColumns
 from .index import ShardIndex
 from .line_blocks import LineSettings, line_columns
-from .schema import Schema
+from .schema import FieldType, Schema
 from .values import check_bools
 
 PARQUET_MAGIC = b"PAR1"

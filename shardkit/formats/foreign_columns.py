@@ -24,8 +24,7 @@ from shardkit.extras import shell_word
 
 from .arrow_writing import arrow_array, arrow_type
 from .block import JoinedPayloads
-from .fields import FieldType, encode_value
-from .schema import KEY_FIELD
+from .schema import KEY_FIELD, FieldType, encode_value
 from .strict_json import parse_json
 
 

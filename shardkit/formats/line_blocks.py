@@ -18,9 +18,8 @@ from shardkit.errors import FormatError, SampleError, SourceError
 from shardkit.extras import shell_word
 
 from .block import Column, FixedColumn, VariableColumn
-from .fields import FieldType
 from .index import ShardIndex
-from .schema import Schema
+from .schema import FieldType, Schema
 from .strict_json import parse_json
 
 LINES: Final = ("jsonl", "csv")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -18,13 +17,9 @@ from .arrow_reading import BatchReader
 from .block import Block, Column, FixedColumn, VariableColumn, check_text
 from .columns import Texts
 from .compression import decompress_frame
-from .fields import FieldType
 from .index import BlockSpan, ShardIndex
-from .schema import KEY_FIELD, presence_of
+from .schema import KEY_FIELD, FieldType, presence_of
 from .tar_members import MAX_DIGITS, RAGGED_HEADER_BYTES, npy_header
-
-_DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
-_FEW_ROWS = 64
 
 Verify = Literal["fast", "strong"]
 """Checksum that verifies blocks: XXH3-64 ("fast") or SHA-256 ("strong")."""
@@ -257,8 +252,7 @@ def tar_column(
         return VariableColumn(data, starts, starts + sizes, kind)
     dtype = kind.numpy_dtype
     if kind.is_whole and not is_payload:
-        parse = _parse_few if len(starts) <= _FEW_ROWS else parse_decimals
-        return FixedColumn(parse(data, starts, sizes, dtype, name))
+        return FixedColumn(parse_decimals(data, starts, sizes, dtype, name))
     header_bytes = RAGGED_HEADER_BYTES if kind.kind == "ragged" else len(npy_header(kind))
     header_bytes = 0 if is_payload else header_bytes
     lengths = sizes - header_bytes
@@ -364,28 +358,6 @@ def _integer_range(dtype: np.dtype[Any]) -> tuple[int, int, str]:
     """Return the magnitudes of the smallest and largest value, and the name; cached, because numpy takes 40 µs."""
     top = 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)
     return (-int(np.iinfo(dtype).min) if dtype.kind == "i" else 0), top, dtype.name
-
-
-def _parse_few(
-    data: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    dtype: np.dtype[Any],
-    name: str,
-) -> NDArray[Any]:
-    """Parse decimals one by one, which is faster than `parse_decimals` for a few dozen rows."""
-    bottom, top, type_name = _integer_range(dtype)
-    found: list[int] = []
-    view = data.data
-    for row, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
-        text = bytes(view[start : start + size]) if 0 < size <= MAX_DIGITS else b""
-        value = int(text) if _DECIMAL.fullmatch(text) else top + 1
-        if not -bottom <= value <= top:
-            raise FormatError(f"field {name!r}, row {row} of the block: no canonical decimal of {type_name}")
-        found.append(value)
-    values = np.array(found, dtype)
-    values.flags.writeable = False
-    return values
 
 
 def parse_decimals(

@@ -1,15 +1,44 @@
-"""Schemas: the fields of a sample by name."""
+"""Field types and schemas; conversion of values to canonical payload bytes and back, without silent changes."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, NoReturn
+
+import numpy as np
 
 from shardkit.errors import FormatError, SampleError, SchemaError
 from shardkit.ranges import shown
 
-from .fields import FieldType, decode_payload, encode_value
+from .values import (
+    MAX_JSON_DEPTH,
+    Logical,
+    Unfit,
+    check_bools,
+    convert_items,
+    encode_json,
+    encode_number,
+    exact_integers,
+    pack_array,
+    pack_list,
+    unpack_array,
+    unpack_list,
+)
+
+MAX_DIMENSIONS = 8
+MAX_ITEM_BYTES = 2**31 - 1  # a fixed-size list of Arrow counts its items in an int32
+OPAQUE = ("bytes", "str", "json")
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+)
+_LIST = re.compile(r"\Alist\[(str|bytes)\]")
+_TYPE = re.compile(r"([a-z]+[0-9]*)(?:\[((?:\*|[0-9]+)(?:,(?:\*|[0-9]+))*)\])?(\??)\Z")
 
 MAX_FIELDS = 256
 
@@ -23,6 +52,113 @@ RESERVED_NAMES = frozenset({"step", "samples", KEY_FIELD})
 
 # Control characters, line ends, bidirectional marks, lone surrogates, and the mark of a URL.
 _UNFIT = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]|://")
+
+
+@lru_cache(maxsize=64)
+def _little_endian(name: str) -> np.dtype[Any]:
+    return np.dtype(name).newbyteorder("<")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldType:
+    """The type of a field: ``bytes``, ``str``, ``json``, a scalar, an array of fixed or varying shape, or a list."""
+
+    kind: str  # bytes, str, json, scalar, array, ragged, varying, list
+    dtype: str = ""  # numpy name of the items of scalar, array and ragged
+    shape: tuple[int, ...] = ()  # shape of an array; in `items` of a varying array, free dimensions are 0
+    optional: bool = False  # a row may have no value (None)
+    items: FieldType | None = None  # type of the items of a list or of a varying array
+    logical: Logical | None = None  # meaning of an integer scalar, such as a date
+
+    @classmethod
+    def parse(cls, text: object) -> FieldType:
+        """Parse a type such as ``bytes``, ``int64``, ``uint8[32,32,3]``, ``int32[*]``, ``uint8[*,*,3]`` or ``str[*]``.
+
+        ``*`` is a dimension whose size differs from row to row. A trailing ``?`` makes the field optional. Logical
+        types are ``date``, ``time[u]``, ``timestamp[u]``, ``timestamp[u, UTC]``, ``duration[u]`` and ``decimal[9,2]``.
+
+        Raises:
+            SchemaError: `text` is not a field type.
+        """
+        match = _TYPE.match(_LIST.sub(r"\1[*]", text)) if isinstance(text, str) else None
+        name, dimensions, mark = match.groups() if match else ("", None, "")
+        optional = bool(mark)
+        if name in OPAQUE and dimensions is None:
+            return cls(name, optional=optional)
+        if name in ("bytes", "str") and dimensions == "*":  # also written list[str]
+            return cls("list", optional=optional, items=cls(name))
+        logical = (
+            Logical.parse(text.removesuffix("?")) if isinstance(text, str) and name not in DTYPES else None
+        )
+        if logical is not None:
+            return cls("scalar", logical.dtype, optional=text.endswith("?"), logical=logical)  # type: ignore[attr-defined]  # a str
+        if name not in DTYPES:
+            raise SchemaError(
+                f"field type {text!r} is unknown; expected bytes, str, json or one of {', '.join(DTYPES)}, "
+                "optionally with a shape such as int32[2048], int32[*] or uint8[*,*,3] (bytes and str: [*]); or date, "
+                "time[us], timestamp[us], timestamp[us, UTC], duration[ms] or decimal[9,2] (units s, ms, us, ns; at "
+                "most 18 digits); and ? behind it where rows may have no value"
+            )
+        if dimensions is None:
+            return cls("scalar", name, optional=optional)
+        if dimensions == "*":
+            return cls("ragged", name, optional=optional)
+        shape = tuple(0 if size == "*" else int(size) for size in dimensions.split(","))
+        fits = len(shape) <= MAX_DIMENSIONS and shape.count(0) == dimensions.count("*")
+        if not fits or prod(size or 1 for size in shape) * np.dtype(name).itemsize > MAX_ITEM_BYTES:
+            raise SchemaError(
+                f"field type {text!r}: expected 1 to {MAX_DIMENSIONS} dimensions of at least 1 and at most "
+                f"{MAX_ITEM_BYTES} bytes in all"
+            )
+        if ",".join(str(size or "*") for size in shape) != dimensions:
+            raise SchemaError(f"field type {text!r}: sizes have leading zeros")
+        if 0 in shape:
+            return cls("varying", optional=optional, items=cls("array", name, shape))
+        return cls("array", name, shape, optional)
+
+    def __str__(self) -> str:
+        mark = "?" if self.optional else ""
+        if self.kind in OPAQUE:
+            return self.kind + mark
+        if self.kind == "scalar":
+            return str(self.logical or self.dtype) + mark
+        if self.kind == "list":
+            return f"{self.items}[*]{mark}"
+        if self.items is not None:
+            return f"{self.items.dtype}[{','.join(str(size or '*') for size in self.items.shape)}]{mark}"
+        return f"{self.dtype}[{'*' if self.kind == 'ragged' else ','.join(map(str, self.shape))}]{mark}"
+
+    @property
+    def required(self) -> FieldType:
+        """The same type, not optional."""
+        return replace(self, optional=False) if self.optional else self
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Little-endian numpy dtype of one item; uint8 if `is_opaque`."""
+        return _little_endian(self.dtype or "uint8")
+
+    @property
+    def is_opaque(self) -> bool:
+        """True if payloads are stored as byte strings, not as arrays of items."""
+        return not self.dtype
+
+    @property
+    def is_packed(self) -> bool:
+        """True if values are lists or arrays of varying shape, which are packed into one byte string."""
+        return self.items is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if values are single integers or bools, which a tar stores as decimal text."""
+        return self.kind == "scalar" and self.numpy_dtype.kind in "biu"
+
+    @property
+    def item_bytes(self) -> int | None:
+        """Bytes of every payload of this type, or None if sizes vary."""
+        if self.kind in ("scalar", "array"):
+            return self.numpy_dtype.itemsize * prod(self.shape)
+        return None
 
 
 class Schema(Mapping[str, FieldType]):
@@ -203,3 +339,153 @@ def _check_names(names: Sequence[object]) -> None:
             )
         if name in RESERVED_NAMES:
             raise SchemaError(f"field name {name!r} is reserved for batches; call it {name}_")
+
+
+# ---- values and payloads
+
+
+def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes:
+    """Return the canonical payload of `value` for a field of type `kind`.
+
+    Raises:
+        SampleError: The value does not fit the type; `where` and `name` locate it in the message.
+    """
+    try:
+        if value is None and kind.kind != "json":
+            raise Unfit(f"there is no value; a field that may have none is of type {kind}?")
+        if kind.kind == "bytes":
+            if not isinstance(value, (bytes, bytearray, memoryview)):
+                raise Unfit("expected bytes, bytearray or memoryview")
+            return bytes(value)
+        if kind.kind == "str":
+            return _encode_text(value)
+        if kind.kind == "json":
+            return encode_json(value)
+        if kind.kind == "list" and kind.items is not None:
+            return pack_list(
+                [encode_value(kind.items, one, where, name) for one in _as_sequence(value, kind)]
+            )
+        return _encode_numbers(kind, value if kind.logical is None else _number(kind.logical, value))
+    except Unfit as error:
+        why = str(error)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "nested too deep to show"
+    text = text if len(text) <= 80 else text[:77] + "…"
+    raise SampleError(f"{where}: field {name!r} ({kind}) cannot take {type(value).__name__} {text}: {why}")
+
+
+def _number(logical: Logical, value: object) -> int:
+    try:
+        return logical.number(value)
+    except ValueError as error:
+        raise Unfit(str(error)) from None
+
+
+def _encode_text(value: object) -> bytes:
+    if not isinstance(value, str):
+        raise Unfit("expected str")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise Unfit("it holds a lone surrogate, which UTF-8 cannot carry") from None
+
+
+def _as_sequence(value: object, kind: FieldType) -> Sequence[object]:
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return list(value)
+    raise Unfit(f"expected a list of {kind.items}")
+
+
+def _encode_numbers(kind: FieldType, value: object) -> bytes:
+    items = kind.items or kind
+    dtype, shape = items.numpy_dtype, items.shape
+    if kind.kind == "scalar" and (scalar := encode_number(dtype, value)) is not None:
+        return scalar
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise Unfit(f"no array can be made of it ({error})") from None
+    if kind.kind == "varying":
+        expected = f"that of {kind.required}, where * is of any size"
+        if array.size == 0 and array.ndim < len(shape):  # empty nested lists have no inner shape
+            array = array.reshape(array.shape + shape[array.ndim :])
+        fits = array.ndim == len(shape) and all(
+            size in (0, n) for size, n in zip(shape, array.shape, strict=True)
+        )
+    elif kind.kind == "ragged":
+        expected, fits = "one dimension of any length", array.ndim == 1
+    else:
+        expected, fits = f"shape {shape}", array.shape == shape
+    if not fits:
+        raise Unfit(f"its shape is {array.shape}, expected {expected}")
+    if array is not value and array.dtype.kind == "f" and not hasattr(value, "__array__"):
+        array = exact_integers(dtype, value, array)
+    if array.dtype.kind == "b":  # after `view`, a bool may be any byte
+        array = np.ascontiguousarray(array).view(np.uint8).reshape(array.shape) != 0
+    if array.dtype != dtype:
+        array = convert_items(dtype, array)
+    array = array.astype(dtype, copy=False)
+    if kind.kind != "varying":
+        return array.tobytes()
+    try:
+        return pack_array(array, shape)
+    except ValueError as error:
+        raise Unfit(str(error)) from None
+
+
+def decode_payload(kind: FieldType, payload: bytes | memoryview, name: str) -> object:
+    """Return the value of a canonical payload; arrays are new and writable.
+
+    Raises:
+        FormatError: The payload is not valid for the type.
+    """
+    if kind.kind == "json":
+        return decode_json(payload, name)
+    try:
+        return _decode(kind, payload)
+    except ValueError as error:
+        raise FormatError(f"field {name!r}: {len(payload)} bytes are no {kind}: {error}") from None
+
+
+def _decode(kind: FieldType, payload: bytes | memoryview) -> object:
+    if kind.kind == "bytes":
+        return bytes(payload)
+    if kind.kind == "str":
+        return str(payload, "utf-8")
+    if kind.items is not None and kind.kind == "varying":
+        return unpack_array(payload, kind.items.numpy_dtype, kind.items.shape)
+    if kind.items is not None:
+        return [_decode(kind.items, one) for one in unpack_list(payload)]
+    dtype, size = kind.numpy_dtype, kind.item_bytes
+    if len(payload) != size if size is not None else len(payload) % dtype.itemsize:
+        raise ValueError("they do not fit")
+    array = np.frombuffer(payload, np.uint8)
+    check_bools(array, dtype)
+    values = array.view(dtype) if len(array) else np.empty(0, dtype)
+    if kind.logical is not None:
+        return kind.logical.value(values[0].item())
+    return values[0].item() if kind.kind == "scalar" else values.reshape(kind.shape or -1).copy()
+
+
+def decode_json(payload: bytes | memoryview, name: str) -> object:
+    """Return the value of a json payload.
+
+    Raises:
+        FormatError: The payload is not JSON, or nested too deep.
+    """
+    try:
+        return json.loads(str(payload, "utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise FormatError(
+            f"field {name!r}: JSON is nested too deep, expected at most {MAX_JSON_DEPTH}"
+        ) from None
+    except ValueError as error:
+        raise FormatError(f"field {name!r}: no JSON: {error}") from None
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")

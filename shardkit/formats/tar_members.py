@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from shardkit.errors import SampleError
 
 from .block import EncodedBlock, RowBlock, payloads_of
-from .fields import FieldType
-from .schema import Schema, presence_of
+from .schema import FieldType, Schema, presence_of
 from .values import array_header
 
 BLOCK = 512

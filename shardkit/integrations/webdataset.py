@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from shardkit.dataset import Dataset
 from shardkit.errors import UsageError
-from shardkit.formats.fields import encode_value
+from shardkit.formats.schema import encode_value
 from shardkit.formats.tar_members import member_extension, member_names, member_parts
 from shardkit.loader import Batch
 from shardkit.loader.transforms import row_reader

@@ -264,16 +264,8 @@ class _Cuts:
 class BlockLoading:
     """Loads blocks by their numbers in the dataset.
 
-    Args:
-        sources: shards and rows of the dataset.
-        reader: reads blocks.
-        fields: names of the columns to gather.
-        memory: allocates memory for blocks that are read in Python.
-        loads: a `block_rows.Loads`, which gets the files of local shards.
-
-    Attributes:
-        verification_failures: number of blocks that failed verification in all locations.
-        times: gets the duration of each load, if not None.
+    `memory` allocates memory for blocks that are read in Python; `loads`, a `block_rows.Loads`, gets the files of local
+    shards.
     """
 
     def __init__(
@@ -293,8 +285,8 @@ class BlockLoading:
         self._first_block: Int64s = sources.rows.shard_first_block
         self._has_file: dict[int, bool] = {}
         self._lock = threading.Lock()  # guards verification_failures; several threads read
-        self.verification_failures = 0
-        self.times: BlockTimes | None = None
+        self.verification_failures = 0  # blocks that failed verification in all locations
+        self.times: BlockTimes | None = None  # gets the duration of each load
 
     def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, Int64s]:
         """Return (n,) expected block sizes and (n,) bytes of slot memory, 0 for blocks that are read in Python.

@@ -235,13 +235,9 @@ def capacity_of(size: int) -> int:
 
 
 class MemoryWatch:
-    """Lets memory grow where steps need more, or warns if the user has bounded it.
+    """Lets memory grow where steps of `lanes` lanes need more, or warns if the user has bounded it.
 
-    Args:
-        setup: setup of the loader.
-        memory: memory of the blocks.
-        lanes: number of lanes that are read.
-        told: names of warnings that were given in this process.
+    `told` are the names of warnings that were given in this process.
     """
 
     def __init__(self, setup: LoaderSetup, memory: BlockMemory, lanes: int, told: set[str]) -> None:

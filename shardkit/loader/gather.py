@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shardkit.arrays import Int64s
 from shardkit.errors import FormatError
 from shardkit.formats import Block, FieldType, FixedColumn, Schema, VariableColumn, parse_decimals
-from shardkit.formats.fields import decode_payload
+from shardkit.formats.schema import decode_payload
 from shardkit.formats.values import HEAD_BYTES, array_place, check_bools
 from shardkit.loader import plain_rows
 from shardkit.plan import Plan
@@ -203,14 +203,8 @@ def is_only_copied(field: FieldType) -> bool:
 class GatherColumns:
     """Number of rows of a loaded block, and the address and row pitch of each field.
 
-    Holds the block, so that the addresses stay valid while this object is alive.
-
-    Args:
-        block: a verified block.
-        fields: names of the fields to gather.
-
-    Attributes:
-        facts: bytes of 1 + FACTS · fields int64.
+    Holds the verified block, so that the addresses stay valid while this object is alive. `facts` are the bytes of
+    1 + FACTS · fields int64.
     """
 
     __slots__ = ("_keep", "facts")

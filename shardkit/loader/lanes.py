@@ -266,16 +266,8 @@ def _copied_here(sources: Sources) -> NDArray[np.bool_]:
 class Rebalancer:
     """One rank's part of rebalancing: it publishes its cell times and reads which lanes it works.
 
-    Args:
-        settings: the settings.
-        exchange: connects all ranks; its rank 0 decides.
-        rank: data-parallel rank.
-        dealt: lanes at the start, and bytes stored on each node.
-        record: called with (step, **details) to journal a decision before it is published.
-        clock: returns the time in seconds.
-
-    Attributes:
-        moves: number of decisions that this rank has applied.
+    Rank 0 of `exchange` decides; `record` is called with (step, **details) to journal a decision before it is
+    published. `moves` is the number of decisions that this rank has applied.
     """
 
     def __init__(

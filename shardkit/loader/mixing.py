@@ -41,13 +41,7 @@ _POLL_S = 0.1  # of a thread that reads ahead
 class Mixing:
     """One rank's part of mixing.
 
-    Args:
-        mixer: decides the weights.
-        plan: plan with this mixer; its decisions grow here.
-        run: the run directory.
-        rank: rank of this process.
-        world: number of ranks.
-        exchange: connects all ranks; None if no messages are needed.
+    The decisions of `plan` grow here. `exchange` connects all ranks; it is None if no messages are needed.
     """
 
     def __init__(

@@ -53,13 +53,7 @@ def make_telemetry(live: LiveLoader, plan: Plan, topology: Topology, worker: int
 
 
 class StepCosts:
-    """Costs of recent steps, computed when telemetry polls them, so that making a step costs nothing.
-
-    Args:
-        plan: plan of the loader.
-        lanes: returns the lanes of the rank.
-        handed_out: returns the step after the last one handed out.
-    """
+    """Costs of recent steps, computed when telemetry polls them, so that making a step costs nothing."""
 
     def __init__(self, plan: Plan, lanes: Callable[[], Sequence[int]], handed_out: Callable[[], int]) -> None:
         self._plan, self._lanes, self._handed_out = plan, lanes, handed_out

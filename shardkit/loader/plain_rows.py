@@ -10,6 +10,7 @@ import ctypes
 import re
 import threading
 import time
+from collections import deque
 from functools import lru_cache
 from typing import Any
 
@@ -34,12 +35,15 @@ class Loads:
 
     def __init__(self, width: int, timed: bool = False) -> None:
         self._changed = threading.Condition()
-        self._jobs: list[tuple[int, int, int]] = []  # from `_prefix` on: after, slot, block
-        self._done: set[int] = set()  # jobs past `_prefix`
+        self._waiting: deque[tuple[int, int, int]] = deque()  # after, slot, block; from job `_next` on
         self._began: dict[int, tuple[float, int, int]] = {}  # job → when, slot, block
         self._facts = np.zeros((0, width), np.int64)
-        self._prefix = self._next = self._end = self._dropped = self._now = self._drops = 0
+        self._next = self._dropped = self._now = self._drops = 0
         self._closed = False
+
+    def _done(self) -> int:
+        """Return how many jobs are done without a gap."""
+        return min((number for number in self._began if number >= self._dropped), default=self._next)
 
     def set_table(self, facts: Int64s, /) -> None:
         with self._changed:
@@ -48,45 +52,39 @@ class Loads:
 
     def add(self, jobs: Int64s, /) -> int:
         with self._changed:
-            self._jobs += zip(*jobs[:, 5:8].T.tolist(), strict=True)
-            self._end += len(jobs)
+            first = self._next + len(self._waiting)
+            self._waiting += zip(*jobs[:, 5:8].T.tolist(), strict=True)
             self._changed.notify_all()
-            return self._end - len(jobs)
+            return first
 
     def work(self) -> tuple[int, int, int] | None:
         with self._changed:
-            while not (self._closed or self._may_begin()):
+            while not self._closed and not self._may_begin():
                 self._changed.wait()
             if self._closed:
                 return None
-            _, slot, block = self._jobs[self._next - self._prefix]
+            _, slot, block = self._waiting.popleft()
             self._began[self._next] = time.perf_counter(), slot, block
             self._next += 1
             return self._next - 1, slot, block
 
     def _may_begin(self) -> bool:
-        return self._next < self._end and self._jobs[self._next - self._prefix][0] <= self._now
+        return bool(self._waiting) and self._waiting[0][0] <= self._now
 
     def finish(self, number: int, slot: int, facts: bytes | None, /) -> None:
         with self._changed:
             del self._began[number]
-            if number >= self._dropped:
-                if facts is not None:
-                    self._facts[slot] = np.frombuffer(facts, np.int64)
-                self._done.add(number)
-                while self._prefix in self._done:
-                    self._done.remove(self._prefix)
-                    self._prefix += 1
-                    del self._jobs[0]
+            if number >= self._dropped and facts is not None:
+                self._facts[slot] = np.frombuffer(facts, np.int64)
             self._changed.notify_all()
 
     def wait(self, jobs: int, timeout_s: float, /) -> int:
         with self._changed:
             drops = self._drops
             in_time = self._changed.wait_for(
-                lambda: self._prefix >= jobs or self._closed or self._drops != drops, timeout_s
+                lambda: self._closed or self._drops != drops or self._done() >= jobs, timeout_s
             )
-            return -2 if self._closed or self._drops != drops else self._prefix if in_time else -1
+            return -2 if self._closed or self._drops != drops else self._done() if in_time else -1
 
     def advance(self, step: int, /) -> None:
         with self._changed:
@@ -96,9 +94,9 @@ class Loads:
 
     def drop(self) -> tuple[int, list[int]]:
         with self._changed:
-            begun, self._prefix = self._next, self._end
-            self._next = self._dropped = self._end
-            self._jobs, self._done = [], set()
+            begun = self._next
+            self._next = self._dropped = begun + len(self._waiting)
+            self._waiting.clear()
             self._drops += 1
             self._changed.notify_all()
             return begun, [slot for _, slot, _ in self._began.values()]
@@ -116,7 +114,8 @@ class Loads:
             return None if block < 0 else (block, time.perf_counter() - since)
 
     def counts(self) -> tuple[int, int, int, float]:
-        return self._prefix, 0, 0, 0.0
+        with self._changed:
+            return self._done(), 0, 0, 0.0
 
     def take_times(self) -> bytes:
         return b""

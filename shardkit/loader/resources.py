@@ -44,12 +44,9 @@ _ROOMY_BYTES = 128 << 20  # below this bound 64 MiB of freed memory are not negl
 
 
 class LoaderResources:
-    """Resources of a loader in one process: the window and its threads, the workers and the journal.
+    """Resources of a loader in one process: the pipeline, the window and its threads, the workers and the journal.
 
-    Args:
-        setup: setup of the loader.
-        memory: bytes that blocks may take, from `memory_bound`.
-        needed: bytes that the windows of the lanes need.
+    Blocks may take `memory` bytes (`memory_bound`); the windows of the lanes need `needed` bytes.
     """
 
     def __init__(self, setup: LoaderSetup, memory: int, needed: int) -> None:
@@ -255,13 +252,9 @@ class LoaderResources:
 class Loop(Iterator[Batch]):
     """Iterator over the steps of one epoch; ``iter(loader)`` returns one.
 
-    Args:
-        hand_out: takes the next step of this loop from its pipeline and returns it as the trainer gets it.
-        finish: called when another batch is requested after the last step.
-        pipeline: reads the steps; replaced when lanes move.
-        numbers: the steps.
-        stop: first step of the next epoch.
-        counts: counters of this loop.
+    `hand_out` takes the next step from the pipeline and returns it as the trainer gets it; `finish` is called when
+    another batch is requested after the last step. The pipeline is replaced when lanes move. `stop` is the first step
+    of the next epoch.
     """
 
     def __init__(
@@ -334,27 +327,19 @@ class Loop(Iterator[Batch]):
 
 
 class LiveLoader:
-    """State of a running loader; telemetry and control hold this object, so that they do not keep the loader alive.
-
-    Attributes:
-        lanes: lanes that the rank works now.
-        counts: counters of the current or last loop.
-        resources: resources that are open in this process; None before the first loop.
-        handed_out: the step after the last one handed out.
-        started_at: ``time.perf_counter`` at the start of the loop.
-        handed_at: ``time.perf_counter`` when the last batch was handed out.
-        computed_s: seconds that the rank's part of the last step took; negative if not reported.
-        cells: number of cells handed out in all loops.
-        chosen_prefetch: number of finished steps that may wait, if it was changed while the loader ran; otherwise 0.
-    """
+    """State of a running loader; telemetry and control hold this object, so that they do not keep the loader alive."""
 
     def __init__(self, lanes: list[int]) -> None:
-        self.lanes = lanes
-        self.counts = LoaderCounts()
-        self.resources: LoaderResources | None = None
-        self.handed_out = self.cells = self.chosen_prefetch = 0
-        self.started_at = self.handed_at = 0.0
-        self.computed_s = -1.0
+        self.lanes = lanes  # that the rank works now
+        self.counts = LoaderCounts()  # of the current or last loop
+        self.resources: LoaderResources | None = None  # open in this process; None before the first loop
+        self.handed_out = 0  # the step after the last one handed out
+        self.cells = 0  # handed out in all loops
+        self.chosen_prefetch = 0  # finished steps that may wait, if that was changed while the loader ran
+        self.started_at = self.handed_at = (
+            0.0  # `time.perf_counter` of the loop's start, and of the last batch
+        )
+        self.computed_s = -1.0  # time of the rank's part of the last step; negative if not reported
         self._with_trainer: LoaderCounts | None = None  # counters of the loop whose batch the trainer has
         self._lock = threading.Lock()
         self._past: Counter[str] = Counter()  # sums of the counters of earlier loops

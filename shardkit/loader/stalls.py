@@ -22,15 +22,10 @@ def report_stall(
     at: tuple[int, int] | None,
     loading: tuple[int, float] | None,
 ) -> None:
-    """Report a wait of `waited` seconds in `stage` of `group`.
+    """Report a wait of `waited` seconds in a stage of the pipeline, while `group` is gathered or awaited.
 
-    Args:
-        setup: setup of the loader.
-        waited: seconds.
-        stage: stage of the pipeline that is waited for.
-        group: steps that are gathered or awaited, if any.
-        at: step and first sample that are being transformed, if any.
-        loading: block that has been loading longest, and for how many seconds, if any.
+    `at` is the step and the first sample that are being transformed; `loading` the block that has been loading longest,
+    and for how many seconds.
     """
     (rank, world, _), sources = setup.topology, setup.sources
     facts: dict[str, Any] = {"rank": rank, "world": world, "waited_s": round(waited, 1), "stage": stage}

@@ -31,19 +31,8 @@ class ExtendedReader(BlockReader):
     """Reader of a version with added fields.
 
     Only the shards that hold a requested field are read, each block verified by its own index. Shards and rows are
-    numbered as in the extended version; `index`, `request` and `located` are about its own shards.
-
-    Args:
-        schema: all fields of the version.
-        added: the added fields, in the order of the schema.
-        table: columns over the version's own shards; see `BlockReader`, also for the other arguments.
-        stores: see `BlockReader`.
-        part_first_shard: see `BlockReader`.
-        formats: see `BlockReader`.
-        verify: see `BlockReader`.
-
-    Attributes:
-        own: reader of the version's own shards.
+    numbered as in the extended version; `index`, `request` and `located` are about its own shards, which `own` reads.
+    `schema` has all fields of the version; for `table` and the arguments after it see `BlockReader`.
     """
 
     def __init__(

@@ -283,17 +283,10 @@ _QUEUED: Final = 10_000
 
 
 class Healer:
-    """Attests each bad copy once and replaces it with good bytes, one object at a time in the background.
-
-    Args:
-        locations: Sources of good copies.
-        read_events: Counters of the outcome.
-
-    Attributes:
-        attest: Receives each attestation in place of the location; for readers that may not write there.
-    """
+    """Attests each bad copy once and replaces it with good bytes, one object at a time in the background."""
 
     def __init__(self, locations: Sequence[Location], read_events: ReadEvents) -> None:
+        # receives each attestation in place of the location, for readers that may not write there
         self.attest: Callable[[Attestation], None] | None = None
         self._locations = [location for location in locations if location.holds == "objects"]
         self._read_events = read_events

@@ -23,10 +23,6 @@ class RequestLimit:
     1989), as in TCP, so that the clients of one location reach fair shares without coordination. It does not grow while
     answers take twice as long as the fastest one: more requests would then only wait for each other (Brakmo and
     Peterson 1995, TCP Vegas).
-
-    Args:
-        first: limit at the start.
-        most: largest limit.
     """
 
     def __init__(self, first: int, most: int) -> None:

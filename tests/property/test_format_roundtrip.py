@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.formats import FieldType, FixedColumn, Schema, ShardIndex, max_key_bytes, read_block
-from shardkit.formats.fields import DTYPES
+from shardkit.formats.schema import DTYPES
 from tests.format_conformance import FORMAT_PAIRS, stored_block, write_shard
 from tests.whole_shard import build_index, check_whole_shard
 

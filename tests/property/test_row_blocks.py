@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardkit.errors import SampleError, UsageError
 from shardkit.formats import Row, RowBlock, Schema, ShardWriter
 from shardkit.formats.block import payloads_of
-from shardkit.formats.fields import DTYPES
+from shardkit.formats.schema import DTYPES
 from tests.format_conformance import FORMAT_PAIRS
 from tests.whole_shard import build_index
 

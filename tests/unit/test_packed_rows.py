@@ -23,7 +23,7 @@ import shardkit
 import shardkit_tools
 from shardkit.errors import FormatError, SampleError, SchemaError, UsageError
 from shardkit.formats import FieldType, Schema
-from shardkit.formats.fields import decode_payload, encode_value
+from shardkit.formats.schema import decode_payload, encode_value
 from shardkit.loader.packed_rows import find_documents
 from shardkit_tools.commands.export import export_samples
 from shardkit_tools.importers import ImportOptions

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import FormatError, SampleError, SchemaError
 from shardkit.formats import FieldType, Schema
-from shardkit.formats.fields import DTYPES
+from shardkit.formats.schema import DTYPES
 
 TYPES = [
     "bytes",

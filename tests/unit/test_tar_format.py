@@ -24,8 +24,8 @@ from shardkit.formats import (
     read_block,
     xxh3,
 )
-from shardkit.formats.fields import DTYPES
 from shardkit.formats.reading import tar_column
+from shardkit.formats.schema import DTYPES
 from shardkit.formats.tar_members import member_header, npy_header, sniff_extension
 from shardkit.formats.writing import MAX_SAMPLE_BYTES, check_keys
 from tests.format_conformance import EXAMPLE_SCHEMA, example_samples, stored_block, write_shard

@@ -14,8 +14,8 @@ from shardkit.errors import FormatError, SourceError, UsageError
 from shardkit.extras import shell_word
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.compression import decompress_frame
-from shardkit.formats.fields import decode_json
 from shardkit.formats.reading import tar_column
+from shardkit.formats.schema import decode_json
 from shardkit_tools.adopting.encoded_blocks import MAX_WHOLE_BYTES, check_block_size
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,

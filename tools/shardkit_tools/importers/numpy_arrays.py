@@ -25,7 +25,7 @@ from shardkit.dataset.encoding import RowOrigin, index_array
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import FieldType
 from shardkit.formats.arrow_writing import arrow_array, arrow_schema
-from shardkit.formats.fields import encode_value
+from shardkit.formats.schema import encode_value
 from shardkit_tools.importers.protocol import (
     DecodedRows,
     DecodedStream,
