@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = [
     "JOB",
     "BlockLoading",
-    "Layouts",
     "LocalShard",
     "give_way",
+    "layout_of",
 ]
 
 
@@ -49,21 +49,11 @@ _MOST_SHARDS: Final = 256  # shards kept, unless planned steps need more
 _HEAD_BYTES: Final = 1 << 16  # first bytes of an Arrow message, which contain its metadata
 
 
-class Layouts:
-    """Layouts of Arrow messages (`message_layout`) for some fields, kept alive because jobs hold their addresses."""
-
-    def __init__(self, fields: Sequence[str]) -> None:
-        self._fields = fields
-        self._kept: dict[bytes, Int64s] = {}
-
-    def of(self, index: ShardIndex, head: NDArray[np.uint8]) -> Int64s | None:
-        """Return the layout of messages that begin with `head`; None if only `read_block` can parse them."""
-        with contextlib.suppress(FormatError):  # `read_block` raises it again
-            codec = index.compression.partition(":")[0]
-            found = message_layout(head.data, index.schema, self._fields, codec)
-            if found is not None:
-                return self._kept.setdefault(found.tobytes(), found)
-        return None
+def layout_of(index: ShardIndex, fields: Sequence[str], head: NDArray[np.uint8]) -> Int64s | None:
+    """Return the `message_layout` of messages that begin with `head`; None if only `read_block` can parse them."""
+    with contextlib.suppress(FormatError):  # `read_block` raises it again
+        return message_layout(head.data, index.schema, fields, index.compression.partition(":")[0])
+    return None
 
 
 class LocalShard:
@@ -280,7 +270,7 @@ class BlockLoading:
         self._fields = fields
         self._files: dict[tuple[str, int], int] = {}
         self._shards: dict[int, LocalShard | None] = {}
-        self._layouts = Layouts(fields)
+        self._layouts: dict[bytes, Int64s] = {}  # equal layouts once; jobs hold their addresses
         self._needed: dict[int, int] = {}  # shard → last step whose jobs refer to its `LocalShard`
         self._first_block: Int64s = sources.rows.shard_first_block
         self._has_file: dict[int, bool] = {}
@@ -353,7 +343,9 @@ class BlockLoading:
         if index.format == "arrow":
             head = np.empty(min(_HEAD_BYTES, int(index.block_size[0])), np.uint8)
             read_file(*file, int(index.block_offset[0]), head.data)
-            layout = self._layouts.of(index, head)
+            layout = layout_of(index, self._fields, head)
+            if layout is not None:
+                layout = self._layouts.setdefault(layout.tobytes(), layout)
         return LocalShard.of(index, self._fields, self._number_of(file), layout, strong=strong)
 
     def _number_of(self, file: tuple[str, int]) -> int:

@@ -18,7 +18,7 @@ import shardkit
 from shardkit.errors import FormatError
 from shardkit.formats import NumberedKeys, Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
 from shardkit.loader import block_loading, gather, plain_rows
-from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, Layouts, LocalShard
+from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, LocalShard, layout_of
 from shardkit.loader.gather import GatherColumns, RowAddresses
 from shardkit_tools.adopting.files import ScannedBlocks
 from tests.property.facts_of_blocks import table
@@ -64,7 +64,7 @@ class StoredBlock(NamedTuple):
     def layout(self, fields: list[str]) -> Any:
         if self.shard.format != "arrow":
             return None
-        return Layouts(fields).of(self.shard, np.frombuffer(self.view, np.uint8))
+        return layout_of(self.shard, fields, np.frombuffer(self.view, np.uint8))
 
     def placed(self, fields: list[str], layout: Any = None) -> tuple[np.ndarray[Any, Any], Any] | None:
         """The short way: facts as `Loads` finds them in a file of this block, and the memory that they refer to."""
