@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+import msgspec
 
 from shardkit.dataset.committing import Moved, move_refs, standing_refs
 from shardkit.dataset.dataset import Dataset
 from shardkit.dataset.opening import open_dataset
-from shardkit.dataset.selecting import put_selected, select_rows
+from shardkit.dataset.selecting import put_selected
 from shardkit.errors import UsageError
 from shardkit.manifest import Manifest
 from shardkit.repository.repository import Repository
@@ -64,12 +64,7 @@ def put_version(repository: Repository, dataset: Dataset, view: Dataset, note: M
         raise UsageError(
             f"{dataset.manifest.id[:19]}… is merged; select from its parts ({names}), then merge those versions"
         )
-    masks = {}
-    for shard in range(len(view.table)):
-        masks[shard] = np.zeros(int(view.table.rows[shard]), dtype=np.bool_)
-        masks[shard][view.rows.rows_of_shard(shard)] = True
-    manifest, table, selections = select_rows(
-        dataset.manifest, dataset.table, masks, row_strata=dataset.row_strata, build={"select": dict(note)}
-    )
-    put_selected(repository, manifest, table, selections)
+    build = {**view.manifest.build, "select": dict(note)}
+    manifest = msgspec.structs.replace(view.manifest, build=build)
+    put_selected(repository, manifest, view.table, view._selections or {})  # noqa: SLF001
     return manifest

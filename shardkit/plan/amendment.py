@@ -17,8 +17,7 @@ from .lengths import BucketGrid, JoinedGrid
 from .mixed import MixedGrid
 from .natural import NaturalGrid
 from .permutation import derive
-from .population import Population, stratum_rows
-from .row_set import RowSet
+from .population import Population, RowSet, stratum_rows
 from .settings import GLOBAL_BATCH, Settings, WeightsLike, is_pair, resolve_weights, whole
 from .tapes import Heads
 from .weighted import WeightedGrid, Weights

@@ -12,8 +12,7 @@ from .costs import BALANCES, ROUND_PARTS, Balance, Costs
 from .deal import Deal, assemble, chunk_steps, floor_sum, golden_step, permute_cells
 from .deck import Deck, Hands, Recent, build_deck
 from .permutation import derive, derive_each
-from .population import BaseOrder, Population, group_strata, stratum_rows
-from .row_set import RowSet
+from .population import BaseOrder, Population, RowSet, group_strata, stratum_rows
 from .settings import Settings, check_rows
 
 Lanes = tuple[int, ...]

@@ -13,8 +13,7 @@ from .costs import Balance
 from .deal import ragged
 from .deck import Deck, Hands, Recent, build_deck
 from .permutation import Feistel, derive, derive_each
-from .population import BaseOrder, Population, each_alone, stratum_rows
-from .row_set import RowSet
+from .population import BaseOrder, Population, RowSet, each_alone, stratum_rows
 
 _HANDS, _SHARED = 1, 4  # purposes of keys derived from the seed
 _PIECE = 512  # positions drawn at once when single positions are requested

@@ -11,7 +11,7 @@ from shardkit.errors import FormatError, UsageError
 from shardkit.formats.columns import pack_columns
 from shardkit.manifest import Selection, max_selection_bytes
 from shardkit.plan import Population
-from shardkit.plan.row_set import RowSet
+from shardkit.plan.population import RowSet
 from tests.property.populations import populations
 
 # ---- Selections count, rank and select as plain Python over lists does
