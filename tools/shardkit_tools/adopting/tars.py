@@ -10,7 +10,7 @@ import io
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import BinaryIO, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -67,24 +67,21 @@ class _TarRow(NamedTuple):
 class _HeldStream:
     """A file that keeps the bytes read since the last cut."""
 
-    def __init__(self, file: BinaryIO, where: str, report: Report, most_bytes: int) -> None:
-        self._file = file
-        self._where = where
+    def __init__(self, blocks: FilePass, report: Report, most_bytes: int) -> None:
+        self._blocks = blocks
         self._report = report
         self._room = most_bytes  # bytes that may be read before the next cut
         self._held: deque[memoryview] = deque()
         self.position = 0
 
     def read(self, size: int = -1, /) -> bytes:
-        try:
-            data = self._file.read(size)
-        except OSError as error:
-            raise SourceError(f"{self._where}: cannot be read ({error.strerror}); mend the disk") from error
+        data = self._blocks.read(size)
         self._held.append(memoryview(data))
         self.position += len(data)
         self._room -= len(data)
         if self._room < 0:
-            raise SourceError(f"{self._where}: too few members in too many bytes; write the tar again")
+            where = self._blocks.task.file.path
+            raise SourceError(f"{where}: too few members in too many bytes; write the tar again")
         if data:
             self._report(0, len(data))
         return data
@@ -140,9 +137,8 @@ class _TarScan:
 
     def _read(self) -> ScannedFile:
         with FilePass(task=self.task) as self._blocks:
-            self._stream = _HeldStream(
-                self._blocks.stream, self._path, self.report, _MAX_GAP_BYTES + MAX_UNEVEN * self.block_bytes
-            )
+            most_bytes = _MAX_GAP_BYTES + MAX_UNEVEN * self.block_bytes
+            self._stream = _HeldStream(self._blocks, self.report, most_bytes)
             try:
                 end = self._read_rows()
             finally:

@@ -31,6 +31,7 @@ from shardkit.formats.line_blocks import (
     read_cells,
 )
 from shardkit_tools.importers.line_ranges import (
+    before_damage,
     cut_lines,
     holds_plain_rows,
     rest_as_failure,
@@ -181,7 +182,7 @@ def _infer(
     rows = (
         (file, header, one)
         for file, header in zip(source.files, headers, strict=True)
-        for one in _inferred(file, encoding, quote, options)
+        for one in before_damage(_rows(file, encoding, quote), skip=options.skip_bad_rows)
     )
     seen = 0
     for file, names, (line, found) in itertools.islice(rows, rows_to_infer(source.files, _SCAN_ROWS)):
@@ -211,17 +212,6 @@ def _infer(
                 "cells as missing values"
             )
     return types
-
-
-def _inferred(
-    file: SourceFile, encoding: str, quote: str, options: ImportOptions
-) -> Iterator[_NumberedCells]:
-    """Yield the rows of a file for inference; with `skip_bad_rows`, those before its damage."""
-    try:
-        yield from _rows(file, encoding, quote)
-    except SourceError:
-        if not options.skip_bad_rows:
-            raise
 
 
 def _kind(cell: str) -> str:

@@ -258,9 +258,8 @@ def _sidecar_types(samples: Sequence[tuple[SourceFile, ...]], notes: list[str]) 
     types = {}
     for suffix, count in sorted(counts.items()):
         name, kind = SIDECARS[suffix]
-        types[name] = kind
+        types[name] = kind + "?" * (count < len(samples))
         if count < len(samples):
-            types[name] += "?"
             lacking = next(
                 own for own, *rest in samples if suffix not in {file_suffix(one.name) for one in rest}
             )

@@ -24,7 +24,13 @@ from shardkit.errors import SourceError
 from shardkit.extras import shell_word
 from shardkit.formats.strict_json import parse_json
 from shardkit_tools.importers.json_arrays import read_array
-from shardkit_tools.importers.line_ranges import cut_lines, read_lines, rest_as_failure, rows_to_infer
+from shardkit_tools.importers.line_ranges import (
+    before_damage,
+    cut_lines,
+    read_lines,
+    rest_as_failure,
+    rows_to_infer,
+)
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
@@ -154,15 +160,12 @@ class _First:
     def _all(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         for file in self._source.files:
             lines = None if file.name in self._arrays else enumerate(read_lines(file))
-            try:
-                for _, where, row in _objects(file, lines, self._options, self.objects):
-                    if not isinstance(row, SourceError):
-                        yield where, row
-                    elif not self._options.skip_bad_rows:
-                        raise row
-            except SourceError:  # the rest of the file cannot be read
-                if not self._options.skip_bad_rows:
-                    raise
+            found, skip = _objects(file, lines, self._options, self.objects), self._options.skip_bad_rows
+            for _, where, row in before_damage(found, skip=skip):
+                if not isinstance(row, SourceError):
+                    yield where, row
+                elif not skip:
+                    raise row
 
 
 def _is_array(file: SourceFile) -> bool:

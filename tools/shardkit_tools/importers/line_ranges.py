@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SampleStream, SourceFailure, SourceFile, SourceTask
@@ -14,6 +14,7 @@ from shardkit_tools.importers.source_files import (
     open_plain,
 )
 
+_Row = TypeVar("_Row")
 _RANGE_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 30
@@ -71,6 +72,15 @@ def whole_lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
                 f"{path}: a line is longer than {_MAX_LINE_BYTES} bytes; is it a file of lines?"
             )
         yield line
+
+
+def before_damage(rows: Iterator[_Row], *, skip: bool) -> Iterator[_Row]:
+    """Yield the rows of a file for inference; with `skip`, an error ends them."""
+    try:
+        yield from rows
+    except SourceError:
+        if not skip:
+            raise
 
 
 def rest_as_failure(file: SourceFile, rows: SampleStream) -> SampleStream:

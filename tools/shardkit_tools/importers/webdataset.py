@@ -25,6 +25,7 @@ from typing import ClassVar, NamedTuple
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
 from shardkit.formats.strict_json import parse_json
+from shardkit_tools.importers.line_ranges import before_damage
 from shardkit_tools.importers.numpy_arrays import array_type, common_array, read_array
 from shardkit_tools.importers.protocol import (
     MIXED,
@@ -161,16 +162,13 @@ def _first_samples(
     source: Source, options: ImportOptions
 ) -> Iterator[tuple[str, Mapping[str, tuple[str, Member]]]]:
     """Yield the samples for inference; with `skip_bad_rows`, those before the damage of a damaged tar."""
+    skip = options.skip_bad_rows
     for file in source.files:
-        try:
-            for found in _samples(file, options):
-                if found.error is None and not found.is_torn:
-                    yield f"{file.path} sample {found.key!r}", found.members
-                elif found.error is not None and not options.skip_bad_rows:
-                    raise found.error
-        except SourceError:
-            if not options.skip_bad_rows:
-                raise
+        for found in before_damage(_samples(file, options), skip=skip):
+            if found.error is None and not found.is_torn:
+                yield f"{file.path} sample {found.key!r}", found.members
+            elif found.error is not None and not skip:
+                raise found.error
 
 
 def _dotted_notes(counts: Mapping[str, int], scanned: int) -> list[str]:
