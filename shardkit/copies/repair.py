@@ -23,9 +23,8 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
-from shardkit.reading.adopted_places import group_name, location_name
+from shardkit.reading.adopted_places import MAX_GROUP_BYTES, FileGroup, group_name, location_name
 from shardkit.reading.attestations import read_attestations
-from shardkit.reading.file_groups import MAX_GROUP_BYTES, FileGroup
 from shardkit.reading.inventory import MAX_RECORD_BYTES, parse_version_record, version_record_name
 from shardkit.reading.objects import DEPTHS, ROOT_NAME, copy_object
 from shardkit.reading.parity.rebuilding import encode_set

@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from shardkit.documents import xxh3
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.manifest import MIXED, Manifest, ShardTable
-from shardkit.reading.adopted_places import AdoptedFile, group_name, read_adopted_place
-from shardkit.reading.file_groups import MAX_GROUP_BYTES, FileGroup, Piece
+from shardkit.reading.adopted_places import (
+    MAX_GROUP_BYTES,
+    AdoptedFile,
+    FileGroup,
+    Piece,
+    group_name,
+    read_adopted_place,
+)
 from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, Location

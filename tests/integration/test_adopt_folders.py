@@ -20,7 +20,7 @@ import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
 from shardkit.formats import Texts
-from shardkit.reading.file_groups import FileGroup
+from shardkit.reading.adopted_places import FileGroup
 from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats import FieldType, NumberedKeys, Schema, ShardIndex, Texts, fit_key, xxh3
-from shardkit.reading.file_groups import FileGroup
+from shardkit.reading.adopted_places import FileGroup
 from shardkit.stores.store import ObjectStat
 from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.console import count_text

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardkit.errors import SampleError, UsageError
 from shardkit.formats import FieldType, Schema, ShardIndex, Texts, presence_of, xxh3
-from shardkit.reading.file_groups import FileGroup
+from shardkit.reading.adopted_places import FileGroup
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     AdoptableFiles,
