@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import Holdings, find_needed, look, unknown_strata
+from shardkit.copies.repair import encode_parity
 from shardkit.copies.replicate import CopyProgress, Replication, copy_missing, mirror, over_all
 from shardkit.documents import seconds_of
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError

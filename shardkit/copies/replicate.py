@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardkit.copies.documents import HealedCopy, UncheckedCopy
-from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.placement import (
     LARGE,
     Copy,
@@ -25,7 +24,14 @@ from shardkit.copies.placement import (
     find_needed,
     look,
 )
-from shardkit.copies.repair import finish, log_conflicts, mirror_documents, mirror_log, replace_copies
+from shardkit.copies.repair import (
+    encode_parity,
+    finish,
+    log_conflicts,
+    mirror_documents,
+    mirror_log,
+    replace_copies,
+)
 from shardkit.copies.walk import CheckSettings, CopyWalk
 from shardkit.errors import (
     IntegrityError,

@@ -20,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.copies.parity_encoding import encode_parity
-from shardkit.copies.repair import repair
+from shardkit.copies.repair import encode_parity, repair
 from shardkit.dataset.removing import erase, resume_erasures
 from shardkit.documents import encode
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.copies.parity_encoding import encode_parity
-from shardkit.copies.repair import repair
+from shardkit.copies.repair import encode_parity, repair
 from shardkit.copies.scrub import scrub
 from shardkit.copies.verify import verify
 from shardkit.copies.walk import CheckSettings

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.copies.parity_encoding import encode_parity
-from shardkit.copies.repair import repair
+from shardkit.copies.repair import encode_parity, repair
 from shardkit.copies.scrub import scrub
 from shardkit.errors import FormatError
 from shardkit.reading.attestations import read_attestations
@@ -28,7 +27,7 @@ WORKER = """
 import sys
 from shardkit.repository.policy import Parity
 from shardkit.repository.repository import Repository
-from shardkit.copies.parity_encoding import encode_parity
+from shardkit.copies.repair import encode_parity
 from shardkit.copies.repair import repair
 from shardkit.copies.scrub import scrub
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardkit.copies.parity_encoding import encode_parity
 from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.placement import unknown_strata
+from shardkit.copies.repair import encode_parity
 from shardkit.copies.replicate import CopyTask, copy_task, find_lag
 from shardkit.copies.walk import CheckSettings, CopyCheck
 from shardkit.errors import ConfigurationError, ShardkitError, StoreError, UsageError
