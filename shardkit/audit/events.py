@@ -27,33 +27,23 @@ def contradictions(events: Iterable[Event], steps: Sequence[int]) -> Iterator[tu
 
 
 class _History:
-    """State accumulated from the events so far.
-
-    Attributes:
-        plans: (manifest, plan digest) by number.
-        starts: start events by number.
-        newest: the newest event of each kind, checkpoint name or set of nodes.
-        sealed: start → step of the newest checkpoint; nothing may be added about earlier steps.
-        lowest: (start, rank) → lowest step that the rank went back to after that checkpoint.
-        merged: number of steps in the ledger at the newest checkpoint.
-        rewinds: (start, rank, worker) → number of rewinds.
-        seen: identities of the events that may occur only once.
-        amendments: amendments of the plan, undos of them, and the plans, starts and switches that apply them.
-        losses: number of records of each file of losses that events cover.
-    """
+    """State accumulated from the events so far."""
 
     def __init__(self, steps: Sequence[int]) -> None:
         self._steps = steps
-        self.plans: list[tuple[str, str]] = []
-        self.starts: list[Event] = []
-        self.newest: dict[object, Event] = {}
+        self.plans: list[tuple[str, str]] = []  # (manifest, plan digest) by number
+        self.starts: list[Event] = []  # start events by number
+        self.newest: dict[object, Event] = {}  # of each kind, checkpoint name or set of nodes
+        # start → step of the newest checkpoint; nothing may be added about earlier steps
         self.sealed: dict[int, int] = {}
+        # (start, rank) → lowest step that the rank went back to after that checkpoint
         self.lowest: dict[tuple[int, int], int] = {}
-        self.merged = 0
-        self.rewinds: dict[tuple[int, int, int], int] = {}
-        self.seen: set[tuple[object, ...]] = set()
+        self.merged = 0  # number of steps in the ledger at the newest checkpoint
+        self.rewinds: dict[tuple[int, int, int], int] = {}  # (start, rank, worker) → number of rewinds
+        self.seen: set[tuple[object, ...]] = set()  # identities of the events that may occur only once
+        # amendments of the plan, undos of them, and the plans, starts and switches that apply them
         self.amendments: list[Event] = []
-        self.losses: dict[str, int] = {}
+        self.losses: dict[str, int] = {}  # number of records of each file of losses that events cover
         self._rules: dict[str, Callable[[Event], str]] = {
             "plan": self._plan,
             "start": self._start,

@@ -286,22 +286,16 @@ class Entry(NamedTuple):
 class JournalFile:
     """The contents of a journal file at the time it was opened.
 
-    Args:
-        path: path of the file.
-        settled: (offset, checksum) at the end of the last merged entry; reading begins there.
-
-    Attributes:
-        header: header of the file; None if the writer was killed before it was complete.
-        start: (offset, checksum) where reading begins.
-        torn_bytes: size of the torn tail, known after `entries` is exhausted.
+    Reading begins at `settled`, (offset, checksum) at the end of the last merged entry, otherwise after the header.
 
     Raises:
         FormatError: the file is not a journal of this version, its header is damaged, or it ends before `settled`.
     """
 
     def __init__(self, path: Path, settled: tuple[int, int] | None = None) -> None:
-        self.path, self.torn_bytes = path, 0
-        self.header: Header | None = None
+        self.path = path
+        self.torn_bytes = 0  # size of the torn tail, known after `entries` is exhausted
+        self.header: Header | None = None  # None if the writer was killed before it was complete
         data = read_file(path, ROTATE_BYTES + _MAX_BODY + HEADER.size) or b""
         if len(data) < HEADER.size:
             self.start, self.torn_bytes = (len(data), 0), len(data)

@@ -64,9 +64,7 @@ class ControlFile:
     """The content of a control file."""
 
     targets: Mapping[str, Any]  # knob → value
-    guard_s: float = (
-        60.0  # seconds after which the change is reverted if the run is slower by a third; 0: never
-    )
+    guard_s: float = 60.0  # after which the change is reverted if the run is slower by a third; 0: never
     ranks: tuple[int, ...] | None = None  # ranks that apply the change; None: all
 
 

@@ -355,9 +355,8 @@ class BlockTimes:
     _is_local: Callable[[int], bool]  # returns True if a shard is a local file
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _shards: dict[int, list[int]] = field(default_factory=dict)  # shard → [loads, bytes]
-    _slowest: list[tuple[float, float, int, int]] = field(
-        default_factory=list
-    )  # heap of (seconds, time, shard, block)
+    # heap of (seconds, time, shard, block)
+    _slowest: list[tuple[float, float, int, int]] = field(default_factory=list)
     _lanes: dict[int, list[float]] = field(default_factory=dict)  # lane → [loads, seconds, bytes]
     # block of the dataset → lane that needs it first, for the blocks named last
     _expected: dict[int, int] = field(default_factory=dict)

@@ -82,9 +82,8 @@ class Agent(LocalElasticAgent):
         self._shutdown(timeout=self._shutdown_timeout)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        super()._shutdown(
-            signal.SIGTERM, timeout
-        )  # not the signal that this process got: ranks save on SIGTERM
+        # not the signal that this process got: ranks save on SIGTERM
+        super()._shutdown(signal.SIGTERM, timeout)
 
     def exit_codes(self) -> set[int]:
         """Return the exit codes of the ranks that were started last."""
@@ -193,9 +192,8 @@ def _print_failures(failures: Mapping[int, Any], restarts: int) -> None:
 
 def _can_listen(host: str, port: int) -> bool:
     """Return True if ``host`` is this machine and nothing listens at ``port`` yet."""
-    named = (
-        host.partition(".")[0] == socket.gethostname().partition(".")[0]
-    )  # also if its name does not resolve yet
+    # also if its name does not resolve yet
+    named = host.partition(".")[0] == socket.gethostname().partition(".")[0]
     with suppress(OSError), socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("" if named else host, port))

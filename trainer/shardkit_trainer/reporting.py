@@ -194,16 +194,11 @@ _STAGES = ("data", "prepare", "exchange", "compute", "reduce", "update", "checkp
 class StageMeter:
     """Times the stages of this rank's steps and adds them up.
 
-    Args:
-        steps: number of steps of the run.
-        world: gets a heartbeat for stages in which other ranks may wait for this one.
-
-    Attributes:
-        seconds: seconds of each stage of the current step.
+    The world gets a heartbeat for stages in which other ranks may wait for this one.
     """
 
     def __init__(self, steps: int, world: World) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # of each stage of the current step
         self._world, self._between, self._since = world, "", 0.0
         self._seconds = dict.fromkeys(_STAGES, 0.0)
         self._numbers = {"steps": 0.0, "cells": 0.0, "steps_in_all": float(steps)}

@@ -47,16 +47,10 @@ class Strategy:
 
     A step is: ``for inputs in passes(cells): with accumulate(last): backward`` → ``reduce`` → ``scale_gradients`` →
     ``update``. Losses are sums divided by the step's number of valid targets, times `loss_scale`.
-
-    Attributes:
-        forward: callable that the task gets as its model.
-        before_update: called before parameters change; waits for a checkpoint that is being copied.
-        loss_scale: divisor of the strategy's reduction.
-        equal_passes: whether all ranks must run the same number of passes.
     """
 
-    loss_scale: float = 1.0
-    equal_passes = False
+    loss_scale: float = 1.0  # divisor of the strategy's reduction
+    equal_passes = False  # whether all ranks must run the same number of passes
 
     def __init__(self, task: Task, config: Configuration, world: World, cells: int):
         self.task, self.config, self.world = task, config, world
@@ -71,7 +65,8 @@ class Strategy:
         self.decays = {name: parameter.dim() >= 2 for name, parameter in named.items()}
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
         wrap_blocks(task, config)
-        self.forward: Any = self.module
+        self.forward: Any = self.module  # what the task gets as its model
+        # called before parameters change; waits for a checkpoint that is being copied
         self.before_update: Callable[[], object] = lambda: None
         self.optimizer: LocalOptimizer
 

@@ -31,9 +31,7 @@ Tell = Callable[[str], None]
 
 _SHARD_BYTES = 256 << 20
 _ROW_BYTES = 100_000
-_GROUPS_AHEAD = (
-    5  # groups planned ahead of the current one: four queued, one being planned (`loader.pipeline`)
-)
+_GROUPS_AHEAD = 5  # groups planned ahead of the current one: four queued, one planned (`loader.pipeline`)
 _JOINED = 16  # blocks among which read-ahead joins consecutive ones (`reading.cache`)
 _LANE_ROWS = 100_000  # cost of opening a lane for an epoch, in rows drawn
 
@@ -77,9 +75,8 @@ def spread_population(
     strata: Int64s, shards: int, *, block_rows: int, row_bytes: int = 1, identity: str = "made up"
 ) -> Population:
     """Return a population whose strata are spread evenly over the shards, as a build writes them."""
-    kind = (
-        object if int(strata.max()) * shards >= 2**62 else np.int64
-    )  # Python integers if the products exceed int64
+    # Python integers if the products exceed int64
+    kind = object if int(strata.max()) * shards >= 2**62 else np.int64
     ends = np.arange(shards + 1, dtype=kind)[:, None] * strata.astype(kind)[None, :] // shards
     rows = np.diff(ends.astype(np.int64), axis=0)  # (shards, strata)
     return Population(
@@ -193,9 +190,8 @@ def rank_needs(
     row_bytes = max(1, int(blocks.row_bytes.mean())) if len(blocks.row_bytes) else 1
     most = most_steps(rows, rows * row_bytes)
     while most > 1:
-        first = min(
-            steps - min(steps, most), min(steps, most) * 4 // 3
-        )  # begins after the shorter groups at the start of an epoch
+        # begins after the shorter groups at the start of an epoch
+        first = min(steps - min(steps, most), min(steps, most) * 4 // 3)
         longest = plan_group(plan, blocks.locate, own, range(first, first + min(steps, most)))
         if len(longest.blocks) * blocks.largest <= memory:
             break
@@ -347,9 +343,8 @@ def read_lanes(cluster: Cluster, prepared: PlannedDataset, sample: Sample, tell:
     by_node = np.stack(columns)  # (nodes, 4, epochs)
     held_bytes, distinct_bytes = np.mean(kept, axis=0).tolist()
     requests, store_bytes, misses, all_loads = by_node.sum(axis=0) * sample.total
-    is_alone = (
-        cluster.nodes.nodes == 1 and len(loads) > 1
-    )  # with one node, its ranks are the units of the error
+    # with one node, its ranks are the units of the error
+    is_alone = cluster.nodes.nodes == 1 and len(loads) > 1
     units = [one.store_bytes.sum() for one in loads] if is_alone else by_node[:, 1].sum(axis=1)
     error = standard_error(np.array(units), sample.rank_share / sample.total)
     hit_rate, hits = 1 - misses / np.maximum(1, all_loads), float((all_loads - misses).sum())
