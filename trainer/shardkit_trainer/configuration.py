@@ -102,9 +102,7 @@ class DataConfig(Section, section="data"):
     cache_size: str = ""  # largest size of the cache, such as "200GiB"; empty: most of the free space
     device_prefetch: Annotated[int, Range(0, 64)] = 0  # steps to copy ahead to run.device
     stages: list[StageConfig] = field(default_factory=list)  # changes of batch size and weights by step
-    mixer: str = (
-        ""  # decides the weights during the run: ado, temperature or package.module:function; empty: none
-    )
+    mixer: str = ""  # ado, temperature or package.module:function: decides weights in the run; empty: none
     mixer_every: Steps = 0  # steps between decisions of the mixer, a multiple of the lanes
     mixer_arguments: dict[str, Any] = field(default_factory=dict)  # of ado and temperature
 
