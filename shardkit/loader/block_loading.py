@@ -44,7 +44,6 @@ _NICER: Final = 3  # niceness: a loading thread gets half as much of a contested
 _SHORT_BYTES: Final = 240  # XXH3 uses another algorithm up to this size
 _LONG_BYTES: Final = 1 << 14  # mean size from which rows are read one by one into bytes objects
 _MOST_OBJECTS: Final = 256  # per block; the same as in block_rows.c
-_MOST_OBJECT_FIELDS: Final = 4
 _MOST_SHARDS: Final = 256  # shards kept, unless planned steps need more
 _HEAD_BYTES: Final = 1 << 16  # first bytes of an Arrow message, which contain its metadata
 
@@ -142,20 +141,22 @@ class LocalShard:
         return self.index.compression != "none"
 
     def _choose_objects(self, is_bytes: list[bool]) -> None:
-        """Read long rows of these fields into objects, and shift the positions of the other fields accordingly."""
-        members, rows = self._members, int(self._rows.sum())
-        chosen = [
-            own and rows > 0 and int((ends - starts).sum()) >= _LONG_BYTES * rows
+        """Read the field of the longest rows into objects if they are long, and shift the positions of other fields."""
+        members, rows = self._members, max(1, int(self._rows.sum()))
+        means = [
+            int((ends - starts).sum()) // rows if own else -1
             for own, (starts, ends, _) in zip(is_bytes, members, strict=True)
         ]
-        if not 0 < sum(chosen) <= min(_MOST_OBJECT_FIELDS, _MOST_OBJECTS // int(self._rows.max())):
+        longest = max(means, default=-1)
+        if longest < _LONG_BYTES or int(self._rows.max()) > _MOST_OBJECTS:
             return
         # positions in the concatenation of all raw blocks
         begins = np.cumsum(self.raw_sizes) - self.raw_sizes
         begin = np.repeat(begins, self._rows)
         spans = [(starts + begin, ends + begin) for starts, ends, _ in members]
-        gone = _Cuts([span for span, own in zip(spans, chosen, strict=True) if own])
-        places = [None if own else gone.places_of(*span) for span, own in zip(spans, chosen, strict=True)]
+        chosen = means.index(longest)
+        gone = _Cuts(*spans[chosen])
+        places = [None if n == chosen else gone.places_of(*span) for n, span in enumerate(spans)]
         own_sizes = self.raw_sizes - np.diff(gone.bytes_before(np.append(begins, self.raw_sizes.sum())))
         if gone.overlap or any(one is False for one in places) or int(own_sizes.min()) <= 0:
             return
@@ -229,12 +230,10 @@ def _address(array: NDArray[Any]) -> int:
 class _Cuts:
     """Positions of bytes after some spans of the sequence have been removed."""
 
-    def __init__(self, spans: list[tuple[Int64s, Int64s]]) -> None:
-        starts, ends = (np.concatenate(one) for one in zip(*spans, strict=True))
-        order = np.argsort(starts, kind="stable")
-        self._starts, self._ends = starts[order], ends[order]
-        self._before = np.append(0, np.cumsum(self._ends - self._starts))
-        self.overlap = bool((self._starts[1:] < self._ends[:-1]).any())
+    def __init__(self, starts: Int64s, ends: Int64s) -> None:
+        self._starts, self._ends = starts, ends
+        self._before = np.append(0, np.cumsum(ends - starts))
+        self.overlap = bool((starts[1:] < ends[:-1]).any())  # or they do not ascend
 
     def bytes_before(self, places: Int64s) -> Int64s:
         """Return the number of bytes removed by spans that begin before these positions."""

@@ -275,7 +275,6 @@ typedef struct {
     int file, users;
 } OpenFile;
 
-#define MOST_FIELDS 4    /* of which objects are made */
 #define MOST_OBJECTS 256 /* of a block */
 /* A job that a thread works on. */
 typedef struct {
@@ -291,11 +290,11 @@ typedef struct {
 
 static void copy_each(char *to, const int64_t *from, Py_ssize_t rows, const int64_t *sizes, Py_ssize_t same);
 
-/* Of one block the rows of some fields, as objects into which they are read; what lies between them is read to the job's address. */
+/* Of one block the rows of a field, as objects into which they are read; what lies between them is read to the job's address. */
 typedef struct {
-    int64_t job, count, pieces, field[MOST_FIELDS];
+    int64_t job, count, pieces;
     struct iovec *piece; /* all of the block, in order */
-    PyObject *objects[]; /* field after field, row after row */
+    PyObject *objects[];
 } Objects;
 
 typedef struct {
@@ -829,73 +828,44 @@ static void add_piece(Objects *to, void *begin, int64_t size)
 static int64_t row_start(const int64_t *field, int64_t row) { return ((const int64_t *)(intptr_t)field[0])[row]; }
 static int64_t row_end(const int64_t *field, int64_t row) { return ((const int64_t *)(intptr_t)field[1])[row]; }
 
-/* All of a block as pieces: objects where they lie in it, and at the job's address what is between them. 0 if none overlap. */
-static int cut_block(Objects *made, const int64_t *job)
+/* The field of a job whose rows are read into objects; -1: there is none, -2: there are several. */
+static int64_t object_field(const Loads *self, const int64_t *job)
 {
-    const int64_t rows = job[JOB], *fields[MOST_FIELDS];
-    int64_t next[MOST_FIELDS] = {0}, count = 0, at = 0;
-    char *between = (char *)(intptr_t)job[ADDRESS];
-    for (; count * rows < made->count; count++)
-        fields[count] = job + JOB + 1 + FACTS * (made->field[count]);
-    for (;;) { /* rows of a field ascend: the nearest of the next ones of each comes first */
-        int64_t nearest = -1;
-        for (int64_t n = 0; n < count; n++)
-            if (next[n] < rows && (nearest < 0 || row_start(fields[n], next[n]) < row_start(fields[nearest], next[nearest])))
-                nearest = n;
-        if (nearest < 0)
-            break;
-        const int64_t row = next[nearest]++, start = row_start(fields[nearest], row), end = row_end(fields[nearest], row);
-        if (start == end)
-            continue;
-        if (start < at)
-            return -1;
-        add_piece(made, between, start - at);
-        between += start - at;
-        add_piece(made, PyBytes_AS_STRING(made->objects[nearest * rows + row]), end - start);
-        at = end;
-    }
-    add_piece(made, between, job[SIZE] - at);
-    return 0;
-}
-
-/* How many fields of a job are read into objects, and which the first of them are. */
-static int64_t object_fields(const Loads *self, const int64_t *job, int64_t *field)
-{
-    int64_t fields = 0;
+    int64_t found = -1;
     for (int64_t n = 0; job[FILE_NUMBER] >= 0 && 1 + FACTS * (n + 1) <= self->width; n++)
-        if (job[JOB + 1 + FACTS * n + 3] == OBJECT_PITCH && fields++ < MOST_FIELDS)
-            field[fields - 1] = n;
-    return fields;
+        if (job[JOB + 1 + FACTS * n + 3] == OBJECT_PITCH)
+            found = found == -1 ? n : -2;
+    return found;
 }
 
-/* New objects for the rows of a job, whose facts say then where they are; NULL without memory, or where none can be made. */
-static Objects *make_objects(const Loads *self, int64_t number, int64_t *job)
+/* New objects for the rows of a field of a job, whose facts say then where they are, and all of the block as pieces: objects
+ * where they lie in it, and at the job's address what is between them. NULL without memory, or where rows do not ascend. */
+static Objects *make_objects(int64_t number, int64_t *job, int64_t field)
 {
-    int64_t field[MOST_FIELDS];
-    const int64_t rows = job[JOB], fields = object_fields(self, job, field), count = fields * rows;
-    if (fields > MOST_FIELDS || rows < 0 || count > MOST_OBJECTS)
+    int64_t *facts = job + JOB + 1 + FACTS * field, at = 0;
+    const int64_t rows = job[JOB];
+    char *between = (char *)(intptr_t)job[ADDRESS];
+    if (rows < 0 || rows > MOST_OBJECTS)
         return NULL;
-    Objects *made = PyMem_Calloc(1, sizeof *made + (size_t)count * sizeof *made->objects + (size_t)(2 * count + 1) * sizeof *made->piece);
+    Objects *made = PyMem_Calloc(1, sizeof *made + (size_t)rows * sizeof *made->objects + (size_t)(2 * rows + 1) * sizeof *made->piece);
     if (!made)
         return NULL;
-    made->job = number, made->count = count, made->piece = (struct iovec *)(made->objects + count);
-    for (int64_t n = 0; n < fields; n++) {
-        int64_t *facts = job + JOB + 1 + FACTS * field[n];
-        made->field[n] = field[n];
-        facts[2] = (int64_t)(intptr_t)(made->objects + n * rows);
-        for (int64_t row = 0; row < rows; row++) {
-            const int64_t start = row_start(facts, row), end = row_end(facts, row);
-            if (start < 0 || end < start || end > job[SIZE] ||
-                !(made->objects[n * rows + row] = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(end - start))))
-                goto failed;
+    made->job = number, made->count = rows, made->piece = (struct iovec *)(made->objects + rows);
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t start = row_start(facts, row), end = row_end(facts, row);
+        if (start < at || end < start || end > job[SIZE] ||
+            !(made->objects[row] = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(end - start)))) {
+            PyErr_Clear();
+            release_objects(made);
+            return NULL;
         }
+        add_piece(made, between, start - at);
+        add_piece(made, PyBytes_AS_STRING(made->objects[row]), end - start);
+        between += start - at, at = end;
     }
-    if (!cut_block(made, job))
-        return made;
-failed:
-    PyErr_Clear();
-    release_objects(made);
-    return NULL;
+    add_piece(made, between, job[SIZE] - at);
+    facts[2] = (int64_t)(intptr_t)made->objects;
+    return made;
 }
 
 /* Let the next job be taken once it has objects, those of its slot until now go. The lock is held, but not meanwhile. */
@@ -906,10 +876,9 @@ static void free_with_objects(Loads *self, int64_t *copy)
     memcpy(copy, job_at(self, number), (size_t)bytes);
     self->is_making = 1;
     pthread_mutex_unlock(&self->lock);
-    int64_t field[MOST_FIELDS];
-    const int has_objects = object_fields(self, copy, field) > 0;
+    const int64_t field = object_field(self, copy);
     release_objects(old);
-    if (has_objects && !(made = make_objects(self, number, copy)))
+    if (field >= 0 && !(made = make_objects(number, copy, field)))
         copy[FILE_NUMBER] = -1; /* the caller's, who finds out why */
     pthread_mutex_lock(&self->lock);
     self->is_making = 0;
@@ -929,10 +898,10 @@ static void free_with_objects(Loads *self, int64_t *copy)
 static void free_jobs(Loads *self, int works_steps)
 {
     const int64_t before = self->ready_to;
-    int64_t *copy = NULL, field[MOST_FIELDS];
+    int64_t *copy = NULL;
     while (self->ready_to < self->end && job_at(self, self->ready_to)[AFTER] <= self->now) {
         const int64_t *job = job_at(self, self->ready_to);
-        if (!object_fields(self, job, field) && !self->objects[job[SLOT]])
+        if (object_field(self, job) < 0 && !self->objects[job[SLOT]])
             self->ready_to++;
         else if (!works_steps || self->is_making || (!copy && !(copy = malloc((size_t)self->stride * 8))))
             break;
@@ -1002,7 +971,7 @@ static PyObject *loads_add(Loads *self, PyObject *jobs)
         memcpy(job, (const char *)held.buf + n * self->stride * 8, (size_t)self->stride * 8);
         self->states[(first + n) & (self->room - 1)] = WAITING;
         const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT];
-        fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots &&
+        fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots && object_field(self, job) > -2 &&
                (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0 && job[RAW_SIZE] >= 0 &&
                                          (!job[RAW_SIZE] || (zstd.make && is_message(job))) &&
                                          (!job[DIGEST] || sha256_is_here()) &&

@@ -85,16 +85,15 @@ def _load(
 
 
 def _object_job(
-    first: int, size: int, spans: list[list[tuple[int, int]]], slot: int = 0, after: int = 0
+    first: int, size: int, spans: list[tuple[int, int]], slot: int = 0, after: int = 0
 ) -> tuple[list[int], Any]:
-    """A job whose rows, at these places of the block for each field, become objects; and what it needs meanwhile."""
-    between = np.zeros(size - sum(b - a for field in spans for a, b in field), np.uint8)
-    places = [np.array(field, np.int64).reshape(-1, 2).T.copy() for field in spans]
+    """A job whose rows, at these places of the block, become objects; and what it needs meanwhile."""
+    between = np.zeros(size - sum(b - a for a, b in spans), np.uint8)
+    starts, ends = places = np.array(spans, np.int64).reshape(-1, 2).T.copy()
     (expected,) = _hashes([(first, size)])
     job = _job(0, first, between, expected, slot)
-    job[2], job[5], job[JOB] = size, after, len(spans[0])
-    for starts, ends in places:
-        job += [_address(starts), _address(ends), 0, gather.OBJECTS]
+    job[2], job[5], job[JOB] = size, after, len(spans)
+    job += [_address(starts), _address(ends), 0, gather.OBJECTS]
     return job, (between, places)
 
 
@@ -141,16 +140,12 @@ def test_rows_are_read_into_objects_and_what_lies_between_them_is_not_lost(
     file: Path, data: st.DataObject
 ) -> None:
     size, first = data.draw(st.integers(241, 20_000)), data.draw(st.integers(0, 5000))
-    fields, rows = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 12))
-    cut = sorted(
-        data.draw(st.lists(st.integers(0, size - 1), min_size=2 * fields * rows, max_size=2 * fields * rows))
-    )
+    rows = data.draw(st.integers(0, 24))
+    cut = sorted(data.draw(st.lists(st.integers(0, size - 1), min_size=2 * rows, max_size=2 * rows)))
     pairs = [*zip(cut[::2], cut[1::2], strict=True)]
-    spans = [pairs[field::fields] for field in range(fields)]  # of each row one of every field, in turn
-    job, (between, _places) = _object_job(first, size, spans)
+    job, (between, _places) = _object_job(first, size, pairs)
     for way in range(block_rows.ways()):
-        loads = block_rows.Loads(1 + 4 * fields, way=way)
-        facts = np.zeros((2, 1 + 4 * fields), np.int64)
+        loads, facts = block_rows.Loads(5, way=way), np.zeros((2, 5), np.int64)
         loads.set_table(facts)
         loads.add_file(str(file), len(BYTES))
         loads.add(np.array([job, [-1, *[0] * 5, 1, *[0] * (len(job) - 7)]]))
@@ -158,11 +153,10 @@ def test_rows_are_read_into_objects_and_what_lies_between_them_is_not_lost(
         assert loads.work()[:2] == (1, 1)
         block = BYTES[first : first + size].tobytes()
         row = np.arange(rows)
-        for field, own in enumerate(spans):
-            found = block_rows.objects_of(facts, 0 * row, row, field, False)
-            assert found == [block[a:b] for a, b in own]
-            again = block_rows.objects_of(facts, 0 * row, row, field, False)
-            assert all(one is other for one, other in zip(found, again, strict=True)), "copied once"
+        found = block_rows.objects_of(facts, 0 * row, row, 0, False)
+        assert found == [block[a:b] for a, b in pairs]
+        again = block_rows.objects_of(facts, 0 * row, row, 0, False)
+        assert all(one is other for one, other in zip(found, again, strict=True)), "copied once"
         gone = np.ones(size, np.bool_)
         for a, b in pairs:
             gone[a:b] = False
@@ -170,13 +164,21 @@ def test_rows_are_read_into_objects_and_what_lies_between_them_is_not_lost(
         loads.close()
 
 
+def test_rows_of_one_field_only_are_read_into_objects(file: Path) -> None:
+    job, _held = _object_job(0, 5000, [(10, 2000)])
+    loads = block_rows.Loads(9)
+    loads.set_table(np.zeros((1, 9), np.int64))
+    loads.add_file(str(file), len(BYTES))
+    with pytest.raises(ValueError, match="expected jobs"):
+        loads.add(np.array([job + job[-4:]]))
+
+
 def test_objects_are_held_until_their_slot_is_taken_or_released(file: Path) -> None:
     jobs = [
-        _object_job(100 * n, 5000, [[(10, 2000), (2100, 4000)]], slot=n % 2, after=n - n % 2)
-        for n in range(4)
+        _object_job(100 * n, 5000, [(10, 2000), (2100, 4000)], slot=n % 2, after=n - n % 2) for n in range(4)
     ]
-    broken = _object_job(0, 5000, [[(10, 2000), (1999, 4000)]], after=4)  # rows that overlap: nothing is read
-    wrong = _object_job(0, 5000, [[(10, 2000)]], after=4, slot=1)
+    broken = _object_job(0, 5000, [(10, 2000), (1999, 4000)], after=4)  # rows that overlap: nothing is read
+    wrong = _object_job(0, 5000, [(10, 2000)], after=4, slot=1)
     wrong[0][4] ^= 1
     loads, facts = block_rows.Loads(5), np.zeros((2, 5), np.int64)
     loads.set_table(facts)
