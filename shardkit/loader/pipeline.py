@@ -12,12 +12,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import accumulate, cycle, pairwise
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardkit.arrays import Int64s
 from shardkit.errors import UsageError
@@ -33,7 +32,7 @@ from shardkit.loader.gather import (
     most_steps,
     plan_group,
 )
-from shardkit.loader.row_work import BegunRows, RowWork
+from shardkit.loader.row_work import BatchRows, RowWork
 from shardkit.loader.settings import LoaderSetup
 from shardkit.plan import Plan
 
@@ -156,22 +155,11 @@ class Background(Generic[T]):
         return True
 
 
-class _Part(NamedTuple):
-    """The gathered rows of one batch."""
-
-    lane: int  # −1 stands for all lanes
-    fields: dict[str, Any]
-    valid: Mapping[str, NDArray[np.bool_]]
-    samples: Int64s
-    slots: Int64s
-    begun: BegunRows | None = None  # the rows, if workers may be decoding them
-
-
 class _Step(NamedTuple):
     number: int
     rows: int
     lane_counts: Int64s
-    parts: list[_Part]
+    parts: list[BatchRows]  # one per batch
 
 
 class Pipeline:
@@ -406,8 +394,7 @@ class Pipeline:
         finally:
             for left in begun:
                 for part in left.parts:
-                    if part.begun is not None:
-                        part.begun.give_up()
+                    part.give_up()
         if error is not None:
             raise error
 
@@ -418,12 +405,9 @@ class Pipeline:
                 one = gathered.pop()
                 for place, part in enumerate(one.parts):
                     started = time.perf_counter()
-                    begun = work.begin(
-                        part.fields, part.valid, one.number, part.samples, part.slots, one.rows
-                    )
+                    begun = one.parts[place] = work.begin(part, one.number, one.rows)
                     if begun.pieces:
                         self.counts.transform_s += time.perf_counter() - started
-                    one.parts[place] = part._replace(begun=begun)
                 yield one
 
     def _gather_steps(self) -> Iterator[list[_Step]]:
@@ -453,7 +437,7 @@ class Pipeline:
         lanes = self.lanes if by_cell else [-1]
         parts = [
             # copies, so that a batch does not keep the arrays of the whole group alive
-            _Part(lane, *split(fields), group.samples[a:b].copy(), group.slots[a:b].copy())
+            BatchRows(lane, *split(fields), group.samples[a:b].copy(), group.slots[a:b].copy())
             for lane, fields, (a, b) in zip(cycle(lanes), needed.take(steps, ends, rows), pairwise(ends))
         ]
         numbers, count = group.numbers[steps.start : steps.stop], len(lanes)
@@ -468,14 +452,16 @@ class Pipeline:
     def _finish(self, step: _Step) -> StepBatches:
         """Return a step after decoding and transforms; steps are finished in the order in which they were begun."""
         weight, work, batches = self._weight(step.number, step.rows), self._work, []
-        for lane, fields, valid, samples, slots, begun in step.parts:
-            if work is not None and begun is not None:
+        for part in step.parts:
+            fields, samples = part.fields, part.samples
+            if work is not None:
                 started = time.perf_counter()
-                fields, samples = work.finish(begun)
+                fields, samples = work.finish(part, step.number)
                 self.counts.transform_s += time.perf_counter() - started
             batch = Batch(
-                fields, step=step.number, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid
-            )
+                fields, step=step.number, lane=part.lane, samples=samples, slots=part.slots, weight=weight,
+                valid=part.valid,
+            )  # fmt: skip
             batches.append(to_tensors(batch, pin=self._pin) if self._setup.tensors else batch)
         samples = batches[0].samples if batches else _NO_SAMPLES
         if len(batches) > 1:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from shardkit.loader.transforms import (
     stack_samples,
 )
 
-__all__ = ["BegunRows", "RowWork", "open_workers"]
+__all__ = ["BatchRows", "RowWork", "open_workers"]
 
 Rows: TypeAlias = list[Mapping[str, Any] | RowFailure]
 """Result or failure of each row."""
@@ -37,17 +37,20 @@ _ATTEMPTS = 16
 _function: RowFunction | None = None  # of this worker process
 
 
-class BegunRows(NamedTuple):
-    """A gathered batch whose rows workers may be decoding."""
+_NONE: Final[Mapping[str, Any]] = {}
 
+
+class BatchRows(NamedTuple):
+    """The gathered rows of one batch, which workers may be decoding."""
+
+    lane: int  # −1 stands for all lanes
     fields: dict[str, Any]  # as gathered
-    columns: Mapping[str, Any]  # the gathered columns that rows are made of
-    step: int
+    valid: Mapping[str, NDArray[np.bool_]]  # optional field → (n,) presence of a value
     samples: NDArray[np.int64]
     slots: NDArray[np.int64]
-    pieces: list[Future[Rows]]  # in order; empty without workers
-    valid: Mapping[str, NDArray[np.bool_]]  # optional field → (n,) presence of a value
-    into: Mapping[str, NDArray[Any]]  # arrays of the batch that decoders write their rows to
+    columns: Mapping[str, Any] = _NONE  # the gathered columns that rows are made of
+    pieces: Sequence[Future[Rows]] = ()  # results in order; empty without workers
+    into: Mapping[str, NDArray[Any]] = _NONE  # arrays of the batch that decoders write their rows to
 
     def give_up(self) -> None:
         """Cancel the pieces that have not begun and wait for the rest."""
@@ -101,19 +104,11 @@ class RowWork:
         """Return how many steps of `rows` rows to begin ahead so that no worker is idle; 0 without workers."""
         return 0 if self._workers is None else -(-self._parts // max(1, rows))
 
-    def begin(
-        self,
-        fields: dict[str, Any],
-        valid: Mapping[str, NDArray[np.bool_]],
-        step: int,
-        samples: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        step_rows: int,
-    ) -> BegunRows:
+    def begin(self, rows: BatchRows, step: int, step_rows: int) -> BatchRows:
         """Submit the rows of a batch to the workers; a whole step of `step_rows` rows makes `parts` pieces."""
-        function = self._function
+        function, fields, slots = self._function, rows.fields, rows.slots
         if function is None:
-            return BegunRows(fields, {}, step, samples, slots, [], valid, {})
+            return rows
         # without a transform, columns that are not decoded need no work per row
         columns = (
             fields if function.transform else {n: v for n, v in fields.items() if n in function.decoders}
@@ -124,15 +119,15 @@ class RowWork:
             if name in columns
         }
         pieces = self._submit(function, columns, step, slots, max(1, -(-step_rows // self._parts)), into)
-        return BegunRows(fields, columns, step, samples, slots, pieces, valid, into)
+        return rows._replace(columns=columns, pieces=pieces, into=into)
 
-    def finish(self, begun: BegunRows) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    def finish(self, begun: BatchRows, step: int) -> tuple[dict[str, Any], NDArray[np.int64]]:
         """Return the fields of the batch after decoding and transforms, and its (n,) sample numbers."""
-        fields, samples, step = begun.fields, begun.samples, begun.step
+        fields, samples = begun.fields, begun.samples
         self.at = (step, int(samples[0]) if len(samples) else -1)
         valid = np.ones(len(samples), dtype=np.bool_)
         if self._function is not None:
-            fields, samples = self._rows(self._function, begun, valid)
+            fields, samples = self._rows(self._function, begun, step, valid)
         if self._on_error == "mask":
             fields["valid"] = valid
         if self._batch_transform is not None:
@@ -149,14 +144,14 @@ class RowWork:
         return replaced
 
     def _rows(
-        self, function: RowFunction, begun: BegunRows, valid: NDArray[np.bool_]
+        self, function: RowFunction, begun: BatchRows, step: int, valid: NDArray[np.bool_]
     ) -> tuple[dict[str, Any], NDArray[np.int64]]:
         fields, columns, samples, slots = begun.fields, begun.columns, begun.samples, begun.slots
-        rows = self._finish_row(function, begun)
+        rows = self._finish_row(function, begun, step)
         replaced: dict[int, dict[str, Any]] = {}
         for position, row in enumerate(rows):
             if isinstance(row, RowFailure):
-                place = (begun.step, int(samples[position]), int(slots[position]))
+                place = (step, int(samples[position]), int(slots[position]))
                 sample, raw, row = self._replace(function, row, *place, list(fields))
                 for name, mask in begun.valid.items():
                     mask[position] = raw[presence_of(name)]
@@ -214,15 +209,13 @@ class RowWork:
             raise _death_error(step) from error
         return pieces
 
-    def _finish_row(self, function: RowFunction, begun: BegunRows) -> Rows:
+    def _finish_row(self, function: RowFunction, begun: BatchRows, step: int) -> Rows:
         if self._workers is None:
-            return function(
-                begun.columns, begun.step, begun.slots, self._cell_size, begun.into, self._watch_rows
-            )
+            return function(begun.columns, step, begun.slots, self._cell_size, begun.into, self._watch_rows)
         try:
             rows = [row for piece in begun.pieces for row in piece.result()]
         except BrokenExecutor as error:
-            raise _death_error(begun.step) from error
+            raise _death_error(step) from error
         if not isinstance(self._workers, ThreadPoolExecutor):
             for name, array in begun.into.items():
                 for position, row in enumerate(rows):

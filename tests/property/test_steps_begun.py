@@ -114,10 +114,10 @@ def test_what_fails_is_raised_after_the_steps_before_it(
     steps = _steps_of_rows(root)
     begin = RowWork.begin
 
-    def fail(self: RowWork, fields: Any, valid: Any, step: int, *rest: Any) -> Any:
+    def fail(self: RowWork, rows: Any, step: int, *rest: Any) -> Any:
         if where == "begin" and step == 5:
             raise RunError("no workers for step 5")
-        return begin(self, fields, valid, step, *rest)
+        return begin(self, rows, step, *rest)
 
     def transform(sample: dict[str, Any], rng: Any) -> dict[str, Any]:
         if where == "transform" and steps[_number(sample)] == 5:
