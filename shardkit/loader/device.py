@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,30 +19,14 @@ from shardkit.loader.batch import Batch, StepBatches
 from shardkit.loader.gather import Allocate
 from shardkit.ranges import shown
 
-__all__ = ["CudaStream", "DeviceFeed", "DeviceOutput", "SideStream", "find_device"]
+__all__ = ["CudaStream", "DeviceFeed", "DeviceOutput", "find_device"]
 
 Finish = Callable[[Any], Any]
 """Maps a tensor on the device to the tensor that the trainer gets, in new memory of that device."""
 
 
-class SideStream(Protocol):
-    """A stream of copies that run in parallel to the trainer's work."""
-
-    def sending(self) -> AbstractContextManager[Any]:
-        """Return a context in which operations run on the side stream."""
-
-    def sent(self) -> Any:
-        """Return an event that occurs when all operations started so far are done."""
-
-    def receive(self, event: Any, tensors: list[Any]) -> None:
-        """Make the trainer's stream wait for the event, and keep the tensors' memory until that stream is done."""
-
-    def is_done(self, event: Any) -> bool:
-        """Return True if the event has occurred."""
-
-
 class CudaStream:
-    """A `SideStream` of torch.cuda."""
+    """A stream of copies that run in parallel to the trainer's work."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -51,19 +35,23 @@ class CudaStream:
         self._cuda, self._device, self._stream = cuda, device, cuda.Stream(device)
 
     def sending(self) -> AbstractContextManager[Any]:
+        """Return a context in which operations run on this stream."""
         context: AbstractContextManager[Any] = self._cuda.stream(self._stream)
         return context
 
     def sent(self) -> Any:
+        """Return an event that occurs when all operations started so far are done."""
         return self._stream.record_event()
 
     def receive(self, event: Any, tensors: list[Any]) -> None:
+        """Make the trainer's stream wait for the event, and keep the tensors' memory until that stream is done."""
         current = self._cuda.current_stream(self._device)
         current.wait_event(event)
         for tensor in tensors:
             tensor.record_stream(current)
 
     def is_done(self, event: Any) -> bool:
+        """Return True if the event has occurred."""
         return bool(event.query())
 
 
@@ -108,17 +96,11 @@ def _pinned_allocator() -> Allocate:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOutput:
-    """Delivery of batches on a device.
+    """Delivery of batches on a device."""
 
-    Attributes:
-        device: torch device.
-        ahead: maximum number of steps copied ahead.
-        finish: field → function applied to it on the device.
-    """
-
-    device: Any
-    ahead: int
-    finish: Mapping[str, Finish] = field(default_factory=dict)
+    device: Any  # torch device
+    ahead: int  # maximum number of steps copied ahead
+    finish: Mapping[str, Finish] = field(default_factory=dict)  # field → function applied to it on the device
 
     def allocate(self) -> Allocate:
         """Return the allocator of batches on the host."""
@@ -152,7 +134,7 @@ class DeviceFeed(Iterator[StepBatches]):
         device: Any,
         ahead: int,
         finish: Mapping[str, Finish],
-        stream: SideStream | None,
+        stream: CudaStream | None,
     ) -> None:
         self._steps, self._ready, self._device, self._ahead = steps, ready, device, ahead
         self._finish, self._stream = finish, stream

@@ -6,7 +6,7 @@ import json
 import shutil
 import sysconfig
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ class Feed(DeviceFeed):
                 Feed.log.append(f"received {event} of {self.sends}")
                 assert all(torch.is_tensor(tensor) for tensor in tensors)
 
-        super().__init__(steps, ready, device, ahead, finish, Waiting())
+        super().__init__(steps, ready, device, ahead, finish, cast(Any, Waiting()))
 
 
 def test_cells_are_on_the_device_ahead_and_prepared_there(

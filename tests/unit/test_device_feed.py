@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def _feed(stream: Stream | None, steps: Iterator[StepBatches], ready: int, ahead
         assert stream is None or stream.inside, "work on the device belongs to the side stream"
         return rows * 10
 
-    return DeviceFeed(steps, lambda: ready, torch.device("cpu"), ahead, {"x": finish}, stream)
+    return DeviceFeed(steps, lambda: ready, torch.device("cpu"), ahead, {"x": finish}, cast(Any, stream))
 
 
 def test_finished_steps_are_sent_ahead_and_each_is_waited_for() -> None:
