@@ -52,15 +52,15 @@ class Samples:
     def reader(self) -> BlockReader:
         """Reader of the version's blocks."""
         parts = self.version.parts
-        shards: dict[str, Any] = {
-            "table": self.table,
-            "stores": [part.repository.store for part in parts],
-            "part_first_shard": [part.first_shard for part in parts],
-            "formats": [part.manifest.format for part in parts],
-            "verify": self._verify,
-        }
+        own = BlockReader(
+            self.table,
+            [part.repository.store for part in parts],
+            [part.first_shard for part in parts],
+            [part.manifest.format for part in parts],
+            self._verify,
+        )
         if not self.version.added:
-            return BlockReader(**shards)
+            return own
         from shardkit.reading.added_fields import (  # few versions have added fields
             AddedFields,
             ExtendedReader,
@@ -70,7 +70,7 @@ class Samples:
             AddedFields(one.manifest.schema, Samples(one, verify=self._verify).reader)
             for one in self.version.added
         ]
-        return ExtendedReader(self.schema, added, **shards)
+        return ExtendedReader(own, self.schema, added)
 
     @cached_property
     def rows(self) -> RowMap:

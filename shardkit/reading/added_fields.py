@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from shardkit.errors import FormatError
 from shardkit.formats import Block, Schema, ShardIndex, Verify
 from shardkit.formats.block import Column
-from shardkit.manifest import ShardTable
-from shardkit.reading.blocks import BlockReader, TakeMemory, VerifySetting, fresh_memory
-from shardkit.stores.store import Store
+from shardkit.reading.blocks import BlockReader, TakeMemory, fresh_memory
 
 if TYPE_CHECKING:
     from shardkit.reading.cache.supply import BlockFetcher
@@ -32,24 +30,13 @@ class ExtendedReader(BlockReader):
 
     Only the shards that hold a requested field are read, each block verified by its own index. Shards and rows are
     numbered as in the extended version; `index`, `request` and `located` are about its own shards, which `own` reads.
-    `schema` has all fields of the version; for `table` and the arguments after it see `BlockReader`.
     """
 
-    def __init__(
-        self,
-        schema: Schema,
-        added: Sequence[AddedFields],
-        *,
-        table: ShardTable,
-        stores: list[Store],
-        part_first_shard: list[int],
-        formats: list[str],
-        verify: VerifySetting = "auto",
-    ) -> None:
-        self._schema, self.added = schema, list(added)
-        self.own = BlockReader(table, stores, part_first_shard, formats, verify)
-        every = [*stores, *(store for one in added for store in one.reader.stores)]
-        super().__init__(table, every, part_first_shard, formats, verify)
+    def __init__(self, own: BlockReader, schema: Schema, added: Sequence[AddedFields]) -> None:
+        """Make a reader of a version with the fields of `schema`, of which `added` are in shards of their own."""
+        self.own, self._schema, self.added = own, schema, list(added)
+        self.__setstate__(own.__getstate__())
+        self.stores = [*own.stores, *(store for one in added for store in one.reader.stores)]
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in ("_schema", "added", "own")}
