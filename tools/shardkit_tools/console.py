@@ -49,9 +49,14 @@ def print_json(document: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types. Dataclasses and named tuples become objects, infinity becomes null."""
+    """Convert a value to JSON types. Dataclasses and named tuples become objects, infinity becomes null.
+
+    The properties ``verdict`` and ``exit_code`` of a result are listed after its fields.
+    """
     if dataclasses.is_dataclass(value):
-        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        names = [one.name for one in dataclasses.fields(value)]
+        names += [name for name in ("verdict", "exit_code") if hasattr(value, name)]
+        value = {name: getattr(value, name) for name in names}
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

@@ -168,13 +168,7 @@ def _document(result: Audit) -> dict[str, Any]:
         {**console.plain(one), "whole": one.is_whole, "exact": one.is_exact} for one in result.coverage
     ]
     checkpoints = [{"name": name, "step": step, "fits": fits} for name, step, fits in result.checkpoints]
-    own = {
-        "coverage": coverage,
-        "checkpoints": checkpoints,
-        "verdict": result.verdict,
-        "exit_code": result.exit_code,
-    }
-    return {**console.plain(result), **own}
+    return {**console.plain(result), "coverage": coverage, "checkpoints": checkpoints}
 
 
 _STYLES = {"violated": "red", "unknown": "yellow", "explained": "yellow", "note": "dim"}

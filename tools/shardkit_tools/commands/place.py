@@ -14,7 +14,6 @@ from shardkit.repository.locations import LocationRecord
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
-from shardkit_tools.commands.replicate import replication_document
 from shardkit_tools.console import bytes_text, count_text, duration_text
 from shardkit_tools.copies import running
 from shardkit_tools.options import option
@@ -109,7 +108,7 @@ def _document(placing: Placing) -> dict[str, Any]:
         "committed": placing.committed,
         "policy": table.policy.to_table() if table else None,
         "locations": table.locations if table else [],
-        "copies": replication_document(placing.copies),
+        "copies": placing.copies,
         "deleted": {"objects": placing.drops.objects, "bytes": placing.drops.bytes},
         "kept": placing.drops.kept,
         "surplus": placing.surplus,

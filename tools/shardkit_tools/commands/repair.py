@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from shardkit.copies.documents import LostObject, UncheckedCopy
 from shardkit.copies.repair import repair as repair_root
-from shardkit.copies.scrub import Scrub
 from shardkit.copies.walk import Repair
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
@@ -59,12 +58,7 @@ def repair(
             from_runs=tuple(from_run or ()),
             settings=work.checks(jobs, location),
         )
-    console.present(as_json, lambda: checked_document(done), lambda: _print(done), done.exit_code)
-
-
-def checked_document(done: Repair | Scrub) -> dict[str, Any]:
-    """Return the result of a check as a JSON document."""
-    return {**console.plain(done), "verdict": done.verdict, "exit_code": done.exit_code}
+    console.present(as_json, lambda: done, lambda: _print(done), done.exit_code)
 
 
 def print_repair(done: Repair) -> None:

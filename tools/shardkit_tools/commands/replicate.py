@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from shardkit.copies.replicate import Replication, find_lag
 from shardkit.copies.replicate import replicate as replicate_root
@@ -60,12 +60,7 @@ def replicate(
             )
         )
     page = functools.partial(_print, done, root, dry_run=dry_run)
-    console.present(as_json, lambda: replication_document(done), page, done.exit_code)
-
-
-def replication_document(done: Replication) -> dict[str, Any]:
-    """For machines."""
-    return {**console.plain(done), "exit_code": done.exit_code}
+    console.present(as_json, lambda: done, page, done.exit_code)
 
 
 def _print(done: Replication, root: str, *, dry_run: bool) -> None:

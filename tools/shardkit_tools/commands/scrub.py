@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from shardkit.copies.scrub import Scrub
 from shardkit.copies.scrub import scrub as scrub_root
@@ -10,7 +10,7 @@ from shardkit.exit_codes import ExitCode
 from shardkit.ranges import parse_duration
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
-from shardkit_tools.commands.repair import checked_document, print_repair, print_unchecked
+from shardkit_tools.commands.repair import print_repair, print_unchecked
 from shardkit_tools.console import count_text
 from shardkit_tools.copies import copying
 from shardkit_tools.options import option
@@ -66,11 +66,7 @@ def scrub(
             heal=heal,
             settings=work.checks(jobs, location),
         )
-    console.present(as_json, lambda: _document(done), lambda: _print(done, root), done.exit_code)
-
-
-def _document(done: Scrub) -> dict[str, Any]:
-    return checked_document(done) | {"repair": done.repair and checked_document(done.repair)}
+    console.present(as_json, lambda: done, lambda: _print(done, root), done.exit_code)
 
 
 def _print(done: Scrub, root: str) -> None:

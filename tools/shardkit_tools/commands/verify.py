@@ -48,12 +48,7 @@ def verify(
             jobs=jobs,
             report=lambda done, total: status.show(f"verified {done:,} of {count_text(total, 'shard')}"),
         )
-    console.present(
-        as_json,
-        lambda: console.plain(result) | {"exit_code": result.exit_code},
-        lambda: _print(result),
-        result.exit_code,
-    )
+    console.present(as_json, lambda: result, lambda: _print(result), result.exit_code)
 
 
 def parse_share(text: str) -> Fraction:
