@@ -37,9 +37,9 @@ from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptableFiles, AdoptTa
 from shardkit_tools.adopting.formats import find_files, open_files, place_of, place_of_folder
 from shardkit_tools.building.engines import Engine, Report, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries
-from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter
+from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter, refuse_failures
 from shardkit_tools.console import count_text
-from shardkit_tools.importers.protocol import ImportOptions, refuse_failures
+from shardkit_tools.importers.protocol import ImportOptions
 from shardkit_tools.importers.source_files import in_groups
 
 _MAX_RECORD_BYTES = 64 << 20

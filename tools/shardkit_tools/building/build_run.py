@@ -62,6 +62,7 @@ from shardkit_tools.building.outcome import (
     list_skipped,
     of_settings,
     open_source,
+    refuse_failures,
     space_needs,
     with_defaults,
 )
@@ -82,11 +83,10 @@ from shardkit_tools.building.passes import (
 from shardkit_tools.building.source_digests import SourceDigests, shared_files, warn_of_replacement
 from shardkit_tools.importers.folder import FolderLayout, split_notes
 from shardkit_tools.importers.numpy_arrays import RowsImporter
-from shardkit_tools.importers.protocol import Importer, refuse_failures
+from shardkit_tools.importers.protocol import Importer
 from shardkit_tools.transforms import TransformedImporter
 
-# Larger rows are mostly copied and hashed.
-_LIGHT_ROW_BYTES = 4096
+_LIGHT_ROW_BYTES = 4096  # larger rows are mostly copied and hashed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

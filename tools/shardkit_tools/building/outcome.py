@@ -18,13 +18,13 @@ import pyarrow.compute as pc
 
 from shardkit.dataset.committing import block_size_for, version_of_ref
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
-from shardkit.errors import ConfigurationError, ShardkitError, StoreFullError, UsageError
+from shardkit.errors import ConfigurationError, ShardkitError, SourceError, StoreFullError, UsageError
 from shardkit.formats import FieldType, Schema
 from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry
 from shardkit.stores.file_operations import explained
 from shardkit_tools.building.engines import Engine
-from shardkit_tools.console import bytes_text
+from shardkit_tools.console import bytes_text, count_text
 from shardkit_tools.importers import Importer, ImportOptions
 from shardkit_tools.importers.protocol import (
     DecodedRows,
@@ -218,6 +218,21 @@ def list_skipped(path: str, skipped: Sequence[SkippedRow]) -> str | None:
     with explained(f"write {path}", writing=True), open(path, "w", encoding="utf-8") as stream:
         stream.writelines(lines)
     return path
+
+
+_MESSAGES = 20  # of samples in an error
+
+
+def refuse_failures(messages: Sequence[str]) -> None:
+    """Raise SourceError if there are messages of samples that cannot be read; it has the first of them."""
+    if len(messages) < 2:
+        for message in messages:
+            raise SourceError(message)
+        return
+    shown = "; ".join(messages[:_MESSAGES]) + ("; …" if len(messages) > _MESSAGES else "")
+    raise SourceError(
+        f"{count_text(len(messages), 'sample')} cannot be read: {shown}; fix these, or leave them out: --on-error skip"
+    )
 
 
 @dataclass(frozen=True, slots=True)

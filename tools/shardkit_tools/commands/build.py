@@ -10,7 +10,8 @@ from shardkit.errors import UsageError
 from shardkit.ranges import split_names
 from shardkit_tools import console, options
 from shardkit_tools.copies import begin_copies, finish_copies, print_copies
-from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types, parse_pairs
+from shardkit_tools.importers import IMPORTERS, ImportOptions, parse_field_types
+from shardkit_tools.importers.protocol import parse_pairs
 from shardkit_tools.options import ShardFormat, argument, option
 
 _PACK = "a field and a length, such as tokens=2048"

@@ -8,7 +8,8 @@ from typing import Annotated
 from shardkit.ranges import split_names
 from shardkit_tools import console, options
 from shardkit_tools.building.extending import extend as extend_version
-from shardkit_tools.importers import ImportOptions, parse_field_types, parse_pairs
+from shardkit_tools.importers import ImportOptions, parse_field_types
+from shardkit_tools.importers.protocol import parse_pairs
 from shardkit_tools.options import argument, option
 from shardkit_tools.version_report import moved_document, parse_url
 

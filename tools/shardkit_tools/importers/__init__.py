@@ -7,10 +7,6 @@ do not go with it. Third-party packages are imported by the importer that needs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from shardkit.errors import UsageError
-from shardkit.formats import FieldType
 from shardkit_tools.importers.protocol import (
     Importer,
     ImportOptions,
@@ -18,6 +14,7 @@ from shardkit_tools.importers.protocol import (
     SourceFile,
     SourceSample,
     SourceTask,
+    parse_field_types,
 )
 from shardkit_tools.importers.source_kinds import IMPORTERS, detect, open_source
 
@@ -33,30 +30,3 @@ __all__ = [
     "open_source",
     "parse_field_types",
 ]
-
-
-def parse_field_types(pairs: Iterable[str], option: str = "--schema") -> dict[str, str]:
-    """Parse ``field=type`` texts from a command line.
-
-    Raises:
-        UsageError: A text does not have this form, or the type does not exist.
-    """
-    types = parse_pairs(pairs, option, "field=type, for example score=float64 or tokens=int32[*]")
-    for text in types.values():
-        FieldType.parse(text)
-    return types
-
-
-def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, str]:
-    """Split each text at its last equals sign and return a mapping.
-
-    Raises:
-        UsageError: A text has no equals sign or no value.
-    """
-    pairs = {}
-    for text in texts:
-        name, equals, value = text.rpartition("=")
-        if not (equals and value):
-            raise UsageError(f"{option} {text!r}: expected {expected}")
-        pairs[name] = value
-    return pairs

@@ -20,7 +20,6 @@ from shardkit.dataset.encoding import RowOrigin, sample_batch
 from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError, UsageError
 from shardkit.extras import shell_word
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema
-from shardkit_tools.console import count_text
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 4096
@@ -203,6 +202,25 @@ def array_note(name: str, dtype: str, dimensions: int) -> str:
     flag = shell_word(f"{name}={dtype}[{','.join('*' * dimensions)}]")
     shaped = "" if dimensions == 1 else ", where its lists are equally long"
     return f"{name} is json; --schema {flag} makes an array of each row{shaped}"
+
+
+def parse_field_types(pairs: Iterable[str], option: str = "--schema") -> dict[str, str]:
+    """Parse ``field=type`` texts from a command line."""
+    types = parse_pairs(pairs, option, "field=type, for example score=float64 or tokens=int32[*]")
+    for text in types.values():
+        FieldType.parse(text)
+    return types
+
+
+def parse_pairs(texts: Iterable[str], option: str, expected: str) -> dict[str, str]:
+    """Split each text at its last equals sign and return a mapping."""
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.rpartition("=")
+        if not (equals and value):
+            raise UsageError(f"{option} {text!r}: expected {expected}")
+        pairs[name] = value
+    return pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,11 +465,7 @@ class FileImporter:
         return self.cut or [SourceTask(file.name, (file,), file.size) for file in self.files()]
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
-        """Yield the rows of a task as record batches of the schema, in source order, and failures.
-
-        Raises:
-            SourceError: The rest of the task cannot be read; the message names file and row.
-        """
+        """Yield the rows of a task as record batches of the schema, in source order, and failures."""
         paths = {file.name: file.path for file in task.files}
         return decode_samples(self._renamed(self._rows(task)), self.schema, paths)
 
@@ -479,18 +493,3 @@ class FileImporter:
     def _settings(self) -> dict[str, object]:
         """Return further settings that decide the samples, for the recipe."""
         return {"flatten": True} if self.options.flatten else {}
-
-
-_MESSAGES = 20  # of samples in an error
-
-
-def refuse_failures(messages: Sequence[str]) -> None:
-    """Raise SourceError if there are messages of samples that cannot be read; it has the first of them."""
-    if len(messages) < 2:
-        for message in messages:
-            raise SourceError(message)
-        return
-    shown = "; ".join(messages[:_MESSAGES]) + ("; …" if len(messages) > _MESSAGES else "")
-    raise SourceError(
-        f"{count_text(len(messages), 'sample')} cannot be read: {shown}; fix these, or leave them out: --on-error skip"
-    )
