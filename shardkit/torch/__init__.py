@@ -30,9 +30,8 @@ if TYPE_CHECKING:
         prune_checkpoints,
         read_checkpoint_manifest,
     )
-    from .checkpointing import CheckpointReader, CheckpointWriter, export_safetensors
+    from .checkpointing import CheckpointReader, CheckpointWriter, FlatSlice, export_safetensors
     from .datasets import DataLoader, PlanDataset, dataset
-    from .flat_slice import FlatSlice
 
 __all__ = [
     "CheckpointReader",
@@ -51,7 +50,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is used: audits need no torch, and datasets no DCP, which takes a second."""
-    for module in ("checkpoint_format", "datasets", "flat_slice", "checkpointing") if name in __all__ else ():
+    for module in ("checkpoint_format", "datasets", "checkpointing") if name in __all__ else ():
         found = getattr(import_module(f"{__name__}.{module}"), name, None)
         if found is not None:
             return found

@@ -1,4 +1,4 @@
-"""`CheckpointWriter` and `CheckpointReader`: plug-ins for torch.distributed.checkpoint (DCP).
+"""`CheckpointWriter` and `CheckpointReader`, plug-ins for torch.distributed.checkpoint (DCP), and `FlatSlice` for them.
 
 An extent is [object hex, object size, offset in the object, length]. A chunk (a box of a tensor) is a list of extents.
 `export_safetensors` writes weights for programs that do not use shardkit.
@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
@@ -220,19 +221,13 @@ class CheckpointWriter(_OneCheckpoint, StorageWriter):
             raise RunError(
                 f"checkpoint {self.name} exists in {store.url} with other content; choose another name"
             )
-        self._bind(store, digest)
+        if "://" not in store.url and any(Path(store.url, part).is_dir() for part in ("journal", "ledger")):
+            # the ledger of the run directory records the checkpoint first, which reserves its name
+            step = self.meta.get("step")
+            step = step if type(step) is int else None
+            bind_checkpoint(store.url, name=self.name, checkpoint=digest, step=step)
         if not store.put_new(ref_name(self.name), encode(ref)):
             raise RunError(f"checkpoint {self.name} was written to {store.url} by another process meanwhile")
-
-    def _bind(self, store: Store, digest: str) -> None:
-        """Record the checkpoint in the ledger of the run directory, if any, which reserves its name."""
-        assert self.name is not None
-        if "://" in store.url or not any(Path(store.url, part).is_dir() for part in ("journal", "ledger")):
-            return
-        step = self.meta.get("step")
-        bind_checkpoint(
-            store.url, name=self.name, checkpoint=digest, step=step if type(step) is int else None
-        )
 
 
 def _plain(data: object, where: str) -> object:
@@ -298,8 +293,16 @@ class CheckpointReader(_OneCheckpoint, StorageReader):
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         storage: dict[MetadataIndex, Any] = {}
         for fqn, tensor in manifest["tensors"].items():
-            entries[fqn], chunks = _tensor_entry(fqn, tensor)
-            storage.update({MetadataIndex(fqn, torch.Size(offsets)): extents for offsets, extents in chunks})
+            if tensor["dtype"] not in DTYPES:
+                raise FormatError(
+                    f"checkpoint entry {fqn}: dtype {tensor['dtype']!r}; expected one of {', '.join(DTYPES)}"
+                )
+            chunks = []
+            for offsets, sizes, extents in tensor["chunks"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                storage[MetadataIndex(fqn, chunks[-1].offsets)] = extents
+            properties = TensorProperties(DTYPES[tensor["dtype"]])
+            entries[fqn] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
         for fqn, value in manifest["values"].items():
             entries[fqn] = BytesStorageMetadata()
             storage[MetadataIndex(fqn)] = value["value"]
@@ -332,6 +335,12 @@ class CheckpointReader(_OneCheckpoint, StorageReader):
         def opened(digest: str, size: int) -> bytes:
             return get_verified(store, digest, "tensor", size)
 
+        def read(extent: Extent) -> bytes:
+            digest, size, offset, length = extent
+            if not (isinstance(size, int) and 0 <= offset <= offset + length <= size <= PIECE_BYTES):
+                raise FormatError(f"checkpoint extent {extent!r} lies outside its object")
+            return opened(digest, size)[offset : offset + length]
+
         for item in plan.items:
             stored = self._metadata.storage_data[item.storage_index]
             if item.type == LoadItemType.BYTE_IO:
@@ -341,7 +350,7 @@ class CheckpointReader(_OneCheckpoint, StorageReader):
                 buffer.seek(0)
                 planner.load_bytes(item, buffer)
             else:
-                source = self._chunk(item, b"".join(_read_extent(extent, opened) for extent in stored), store)
+                source = self._chunk(item, b"".join(map(read, stored)), store)
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(source)
                 planner.commit_tensor(item, target)
@@ -362,28 +371,83 @@ class CheckpointReader(_OneCheckpoint, StorageReader):
         return whole
 
 
-def _tensor_entry(
-    fqn: str, tensor: Mapping[str, Any]
-) -> tuple[TensorStorageMetadata, Iterable[tuple[Any, Any]]]:
-    if tensor["dtype"] not in DTYPES:
-        raise FormatError(
-            f"checkpoint entry {fqn}: dtype {tensor['dtype']!r}; expected one of {', '.join(DTYPES)}"
+# ---- parts of tensors (the trainer's SPEC.md §3)
+
+
+def rectangles(shape: Sequence[int], low: int, high: int) -> list[tuple[list[int], list[int]]]:
+    """Return elements low … high−1 of a C-order tensor as at most 2·dimensions − 1 boxes (offsets, sizes), in order."""
+    if low >= high:
+        return []
+    if not shape:
+        return [([], [])]
+    rest = list(shape[1:])
+    row = math.prod(rest)
+
+    def inside(at: int, low: int, high: int) -> list[tuple[list[int], list[int]]]:
+        return [([at, *offsets], [1, *sizes]) for offsets, sizes in rectangles(rest, low, high)]
+
+    first, last = low // row, high // row  # rows that contain low and high
+    if first == last:
+        return inside(first, low % row, high % row)
+    boxes = []
+    if low % row:
+        boxes += inside(first, low % row, row)
+        first += 1
+    if first < last:
+        boxes.append(([first] + [0] * len(rest), [last - first, *rest]))
+    return boxes + inside(last, 0, high % row)
+
+
+class FlatSlice(torch.Tensor):
+    """A run of elements of a larger tensor, for torch.distributed.checkpoint; it has the shape of the larger tensor.
+
+    Implements DCP's protocol for tensors that know their own parts: a slice is saved as boxes, and other shardings can
+    be loaded from it or into it. Arithmetic on it is an error.
+    """
+
+    run: torch.Tensor
+    low: int
+    boxes: list[tuple[list[int], list[int]]]
+
+    @staticmethod
+    def __new__(cls, run: torch.Tensor, shape: Sequence[int], low: int) -> FlatSlice:
+        """Wrap ``run``, the elements low … low + len(run) − 1 of a tensor of ``shape``; shares its memory."""
+        made: FlatSlice = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's documented way to make one
+            cls, torch.Size(shape), dtype=run.dtype, device=run.device
         )
-    chunks = [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in tensor["chunks"]
-    ]
-    entry = TensorStorageMetadata(
-        TensorProperties(DTYPES[tensor["dtype"]]), torch.Size(tensor["shape"]), chunks
-    )
-    return entry, [(offsets, extents) for offsets, _, extents in tensor["chunks"]]
+        made.run, made.low = run, low
+        made.boxes = rectangles(shape, low, low + run.numel())
+        return made
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Raise an error for every operation except detach, which planners call."""
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"FlatSlice only describes a part of a tensor; {func} is not defined on it")
 
-def _read_extent(extent: Extent, opened: Callable[[str, int], bytes]) -> bytes:
-    """Return the bytes of one extent; ``opened`` returns a verified object."""
-    digest, size, offset, length = extent
-    if not (isinstance(size, int) and 0 <= offset <= offset + length <= size <= PIECE_BYTES):
-        raise FormatError(f"checkpoint extent {extent!r} lies outside its object")
-    return opened(digest, size)[offset : offset + length]
+    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.run.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        at = 0
+        for offsets, sizes in self.boxes:
+            length = math.prod(sizes)
+            if index.offset is not None and list(index.offset) == offsets:
+                return self.run[at : at + length].view(sizes)
+            at += length
+        raise ValueError(f"no part of this slice starts at {index.offset}; it has {self.boxes}")
 
 
 # ---- for other programs
@@ -418,9 +482,7 @@ def export_safetensors(
     if not tensors:
         raise FormatError(f"checkpoint {manifest['name']} has no tensors under {part}.; nothing to export")
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-        )
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
         load_state(tensors, storage_reader=CheckpointReader(store, manifest["name"]), no_dist=True)
     header: dict[str, object] = {"__metadata__": {"checkpoint": manifest["name"], "format": "pt"}}
     end = 0
@@ -434,5 +496,5 @@ def export_safetensors(
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+            file.write(tensor_bytes(tensor))
     return len(tensors)

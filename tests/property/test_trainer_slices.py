@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from shardkit.torch.flat_slice import FlatSlice, rectangles
+from shardkit.torch.checkpointing import FlatSlice, rectangles
 from shardkit_trainer.optimizer import ALIGNMENT, FlatLayout
 
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4)
