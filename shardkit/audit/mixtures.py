@@ -151,7 +151,7 @@ def check_decisions(
 ) -> None:
     """Check that decisions were made from the recorded losses, by the mixer that the plan names.
 
-    `plans` have the decisions, and `function` is that of a `FunctionMixer`.
+    `plans` have the decisions. `function` belongs to a `FunctionMixer`.
 
     Raises:
         UsageError: the function is given, and no plan of the run names a function.

@@ -218,7 +218,7 @@ class _Body(NamedTuple):
 
 
 def _bodies(records: NDArray[Any], path: Path) -> Iterator[_Body]:
-    """Yield the values of records of a file; those of records that follow each other are read at once."""
+    """Yield the values of records of a file. Values that follow each other are read at once."""
     path, checks = path.with_suffix(".samples"), records["check"].tolist()
     heads = records.view(f"V{RECORD.itemsize}").tolist()
     count, cells = (records[name].astype(np.int64) for name in ("count", "cells"))
@@ -270,7 +270,7 @@ def former_losses(
 ) -> Iterator[Losses]:
     """Yield the losses of steps [first, end) as a start read them, the newest first.
 
-    Losses that ranks noted before they went back to an earlier step come after those that they noted then.
+    If ranks went back to an earlier step, the losses noted before follow the losses noted later.
 
     `since` and `before` are the times of the start and of the next one, whose losses are left out, in nanoseconds since
     1970.

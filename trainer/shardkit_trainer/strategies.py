@@ -65,7 +65,7 @@ class Strategy:
         self.decays = {name: parameter.dim() >= 2 for name, parameter in named.items()}
         self.shapes = {name: parameter.shape for name, parameter in named.items()}
         wrap_blocks(task, config)
-        self.forward: Any = self.module  # what the task gets as its model
+        self.forward: Any = self.module  # the model that the task calls
         # called before parameters change; waits for a checkpoint that is being copied
         self.before_update: Callable[[], object] = lambda: None
         self.optimizer: LocalOptimizer
