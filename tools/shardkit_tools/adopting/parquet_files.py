@@ -55,7 +55,10 @@ class ParquetFiles(TableFiles):
             groups = filled_groups(footer)
             columns = footer.schema.to_arrow_schema()
             found = self.encoded_blocks(task, columns.names)
-            spans = [_leaf_spans(footer.row_group(group)) for group in groups]
+            spans = [
+                [chunk_span(one.column(place)) for place in range(one.num_columns)]
+                for one in map(footer.row_group, groups)
+            ]
             borders = _borders(spans, file.size - len(common), file)
             owners = column_leaves(columns)
             blocks.stream.seek(0)
@@ -70,9 +73,11 @@ class ParquetFiles(TableFiles):
                 own = _RowGroup(file, footer, group, owners, memoryview(data), start)
                 found.add(what, facts.num_rows, self._check(found, what, own, is_first=not found))
                 report(facts.num_rows, len(data))
-            for size in _pieces(file.size - len(common) - borders[-1]):
-                blocks.add_tail(blocks.read(size))
-                report(0, size)
+            left = file.size - len(common) - borders[-1]
+            while data := blocks.read(min(left, _PIECE_BYTES)):
+                left -= len(data)
+                blocks.add_tail(data)
+                report(0, len(data))
             end = blocks.read(len(common) + 1)
             blocks.add_tail(end)
         if end != common:
@@ -148,11 +153,6 @@ def _read_footer(stream: BinaryIO, file: SourceFile) -> bytes:
     return read_some(stream, size, file.path)
 
 
-def _leaf_spans(group: Any) -> list[tuple[int, int]]:
-    """Return the (start, stop) of each leaf column of a row group in the file."""
-    return [chunk_span(group.column(place)) for place in range(group.num_columns)]
-
-
 def _borders(spans: Sequence[Sequence[tuple[int, int]]], end: int, file: SourceFile) -> list[int]:
     """Return where the blocks begin, and where the last ends; bytes between two row groups belong to the first."""
     starts = [min(start for start, _ in leaves) for leaves in spans]
@@ -174,11 +174,6 @@ def _field_span(
     if not own:
         return 0, 0
     return min(start for start, _ in own) - block, max(stop for _, stop in own) - block
-
-
-def _pieces(size: int) -> Iterator[int]:
-    for start in range(0, size, _PIECE_BYTES):
-        yield min(_PIECE_BYTES, size - start)
 
 
 # ---- Memory of decoded columns
