@@ -62,17 +62,15 @@ _CLOSED = "the loader was closed while this loop waited for a block; begin anoth
 
 
 class GroupBlocks:
-    """The blocks of one group of steps, which are loaded or queued.
-
-    Attributes:
-        group: the steps.
-        which: (n,) int64 slot that holds the block of each row.
-    """
+    """The blocks of one group of steps, which are loaded or queued."""
 
     def __init__(
         self, window: BlockWindow, group: StepGroup, slots: Int64s, needs: list[int], origin: int
     ) -> None:
-        self.group, self.which = group, slots[group.which] if len(slots) else group.which
+        self.group = group
+        self.which = (
+            slots[group.which] if len(slots) else group.which
+        )  # (n,) slot that holds the block of each row
         self._window, self._loop = window, window.loop
         self._needs = needs  # per step: number of jobs that must be done before its blocks are loaded
         self._origin = origin  # steps planned before the group
@@ -123,8 +121,9 @@ class BlockWindow:
         # block whose slot is planned for another one → job that loads it and last step that uses it
         self._replaced: dict[int, tuple[int, int]] = {}
         self._spare: list[int] = []  # heap of slots without memory, encoded as in `_free_slots`
-        # (step, job, slot, memory): released after the step
+        # (step, job, slot, memory): released after the step, unless a dropped job still writes to it
         self._leaving: list[tuple[int, int, int, Any]] = []
+        self._withdrawn: dict[int, int] = {}  # slot that a dropped job still writes to → its key in `_spare`
         self._bytes = self._planned = self._now = 0
         self._added = self._nobodys = 0  # jobs added so far, and jobs of earlier loops
         self.loop = self._epochs = 0
@@ -149,6 +148,10 @@ class BlockWindow:
         with self._lock:
             number = min(self._failed)
             return number, self._failed[number][1]
+
+    def mean_block(self) -> float:
+        """Return the mean bytes of a loaded or queued block."""
+        return self._bytes / max(1, len(self._slot_of))
 
     @property
     def nbytes(self) -> int:
@@ -180,8 +183,6 @@ class BlockWindow:
         done: int = self.loads.counts()[0]
         job, last = self._replaced.get(block, (done, self._now))
         return (slot is not None and self._slots[slot].job < done) or (job < done and last >= self._now)
-
-    # ---- what steps need
 
     def admit(
         self, planned: StepGroup, on_excess: Callable[[int, int], object]
@@ -308,10 +309,14 @@ class BlockWindow:
             self._dispose(key)
 
     def _let_go(self) -> None:
-        for step, job, slot, _ in self._leaving:
-            if step <= self._now:
-                self.loads.release(job, slot)
-        self._leaving = [one for one in self._leaving if one[0] > self._now]
+        """Free the memory of disposed slots whose steps are over, except memory that dropped jobs still write to."""
+        written = self.loads.running()
+        over = [one for one in self._leaving if one[0] <= self._now and one[2] not in written]
+        self._leaving = [one for one in self._leaving if one[0] > self._now or one[2] in written]
+        for _, job, slot, _ in over:
+            self.loads.release(job, slot)
+            if slot in self._withdrawn:
+                heappush(self._spare, self._withdrawn.pop(slot))
 
     def _new_slot(self, capacity: int, cost: int, after: int) -> int:
         """Make a slot with `capacity` bytes of memory, or without memory if 0, and return its number."""
@@ -432,10 +437,9 @@ class BlockWindow:
         blocks = wanted.block.tolist() if self._dropped else ()
         dropped_at = [self._dropped[block] for block in blocks if block in self._dropped]
         self._counts.block_reloads += len(dropped_at)
-        epoch = self.epoch
-        epoch.reloads += len(dropped_at)
-        epoch.soon_again += sum(self._epoch_bytes - at < self._memory.limit for at in dropped_at)
-        epoch.loads += len(wanted.block)
+        self.epoch.reloads += len(dropped_at)
+        self.epoch.soon_again += sum(self._epoch_bytes - at < self._memory.limit for at in dropped_at)
+        self.epoch.loads += len(wanted.block)
         self._epoch_bytes += int(wanted.size.sum())
 
     def begin_loop(self) -> int:
@@ -453,10 +457,6 @@ class BlockWindow:
             self._dropped.clear()
             self._epoch_bytes = 0
             self.epoch = EpochCounts()
-
-    def mean_block(self) -> float:
-        """Return the mean bytes of a loaded or queued block."""
-        return self._bytes / max(1, len(self._slot_of))
 
     def end_loop(self, loop: int) -> None:
         """End a loop, unless another one has begun since; its queued jobs are cancelled."""
@@ -481,6 +481,9 @@ class BlockWindow:
                 del self._slot_of[slot.block]
                 slot.block = _NOBODY
         self._failed.clear()
+        written = {key & _SLOT_MASK: key for key in self._spare if key & _SLOT_MASK in running}
+        self._withdrawn |= written
+        self._spare = sorted(set(self._spare) - set(written.values()))  # a sorted list is a heap
 
     def close(self) -> None:
         """Cancel queued loads, wait for running ones and free all blocks; may be called twice."""
@@ -494,3 +497,4 @@ class BlockWindow:
             self._slots.clear()
             self._slot_of.clear()
             self._leaving, self._spare = [], []
+            self._withdrawn.clear()

@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -320,6 +321,41 @@ def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
     go.set()
     assert [*work(window, [[2], [1]])] == [{2}, {1}]
     assert window.counts.block_loads == 3, "what had begun, and what was asked for since"
+    window.close()
+
+
+def test_a_slot_that_a_dropped_job_still_writes_to_is_not_used_again() -> None:
+    begun, go = threading.Event(), threading.Event()
+    kept: dict[int, weakref.ref[GatherColumns]] = {}
+
+    def load(block: int) -> GatherColumns:
+        columns = LoadedBlock(block)
+        if block == 2:
+            begun.set()
+            assert go.wait(60)
+        kept[block] = weakref.ref(columns)
+        return columns
+
+    class Sized(Blocks):
+        def sizes(self, blocks: Any, until: int, now: int) -> Any:
+            return np.where(blocks == 3, 2, 1), np.zeros(len(blocks), np.int64)
+
+    window = window_of(Sized(load), budget=2, threads=2)
+    loop = window.begin_loop()
+    admitted(window, [[1], [2], [3]])  # both slots are given up for the third block, which takes one
+    assert begun.wait(60)
+    window.end_loop(loop)
+    window.begin_loop()
+    one = admitted(window, [[4]])
+    assert one.wait(0, 1, 60, lambda waited: None) == range(1)
+    go.set()
+    deadline = time.monotonic() + 60
+    while window.loads.running():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert kept[4]() is not None, "its memory is in use"
+    assert one.take(range(1), [0, 1], _Facts(one.which)) == [{"blocks": {4}}]
+    assert [*work(window, [[5], [6], [7]])] == [{5}, {6}, {7}]
     window.close()
 
 
