@@ -304,8 +304,7 @@ typedef struct {
     int is_open, is_closed, is_making, is_timed, waiting;
     way add_blocks;
     int64_t width, stride, page;                           /* facts of a block; numbers of a job with them; bytes of a page */
-    int64_t *jobs, *began;                                 /* a ring of `room` jobs */
-    char *states;
+    int64_t *jobs;                                         /* a ring of `room` jobs, each with when it began and its state */
     int64_t room, prefix, next, ready_to, end, dropped, asked; /* done without a gap, taken, free to be taken, added; jobs before it are nobody's */
     int64_t now, need;                                     /* steps before it are over; jobs that are waited for, 0: nobody waits */
     int64_t drops;                                         /* who waits across one is told */
@@ -329,7 +328,9 @@ static int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static int64_t *job_at(Loads *self, int64_t job) { return self->jobs + (job & (self->room - 1)) * self->stride; }
+static int64_t *job_at(const Loads *self, int64_t job) { return self->jobs + (job & (self->room - 1)) * (self->stride + 2); }
+static int64_t *began(const Loads *self, int64_t job) { return job_at(self, job) + self->stride; }
+static int64_t *state(const Loads *self, int64_t job) { return job_at(self, job) + self->stride + 1; }
 
 static int may_begin(Loads *self) { return self->next < self->ready_to; }
 
@@ -738,8 +739,8 @@ static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t 
     }
     if (facts)
         memcpy(self->facts + slot * self->width, facts, (size_t)self->width * 8);
-    self->states[number & (self->room - 1)] = DONE;
-    while (self->prefix < self->next && self->states[self->prefix & (self->room - 1)] == DONE)
+    *state(self, number) = DONE;
+    while (self->prefix < self->next && *state(self, self->prefix) == DONE)
         self->prefix++;
     if (self->waiting && self->prefix >= self->need)
         pthread_cond_broadcast(&self->ready);
@@ -772,8 +773,8 @@ static const Objects *take_job(Loads *self, Taken *one)
 {
     one->number = self->next++;
     memcpy(one->job, job_at(self, one->number), (size_t)(self->stride < KNOWN ? self->stride : KNOWN) * 8);
-    self->states[one->number & (self->room - 1)] = BEGUN;
-    self->began[one->number & (self->room - 1)] = now_ns();
+    *state(self, one->number) = BEGUN;
+    *began(self, one->number) = now_ns();
     return self->objects[one->job[SLOT]];
 }
 
@@ -937,22 +938,14 @@ static int make_ring(Loads *self, int64_t jobs)
         room *= 2;
     if (room == self->room)
         return 0;
-    Loads old = *self;
-    self->jobs = calloc((size_t)room, (size_t)self->stride * 8);
-    self->began = calloc((size_t)room, 8);
-    self->states = calloc((size_t)room, 1);
-    if (!self->jobs || !self->began || !self->states) {
-        free(self->jobs), free(self->began), free(self->states);
-        self->jobs = old.jobs, self->began = old.began, self->states = old.states;
+    const size_t bytes = (size_t)(self->stride + 2) * 8;
+    int64_t *ring = calloc((size_t)room, bytes);
+    if (!ring)
         return -1;
-    }
-    self->room = room;
-    for (int64_t job = self->prefix; job < self->end; job++) {
-        memcpy(job_at(self, job), job_at(&old, job), (size_t)self->stride * 8);
-        self->began[job & (room - 1)] = old.began[job & (old.room - 1)];
-        self->states[job & (room - 1)] = old.states[job & (old.room - 1)];
-    }
-    free(old.jobs), free(old.began), free(old.states);
+    for (int64_t job = self->prefix; job < self->end; job++)
+        memcpy((char *)ring + (size_t)(job & (room - 1)) * bytes, job_at(self, job), bytes);
+    free(self->jobs);
+    self->jobs = ring, self->room = room;
     return 0;
 }
 
@@ -969,7 +962,7 @@ static PyObject *loads_add(Loads *self, PyObject *jobs)
     for (int64_t n = 0; enough && fits && n < count; n++) { /* nobody's before `end` says so, and checked as it was copied */
         int64_t *job = job_at(self, first + n);
         memcpy(job, (const char *)held.buf + n * self->stride * 8, (size_t)self->stride * 8);
-        self->states[(first + n) & (self->room - 1)] = WAITING;
+        *state(self, first + n) = WAITING;
         const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT];
         fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots && object_field(self, job) > -2 &&
                (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0 && job[RAW_SIZE] >= 0 &&
@@ -1149,7 +1142,7 @@ static PyObject *loads_drop(Loads *self, PyObject *ignored)
     pthread_mutex_lock(&self->lock);
     const int64_t begun = self->next;
     for (int64_t job = self->prefix; job < begun && enough; job++) {
-        if (self->states[job & (self->room - 1)] != BEGUN)
+        if (*state(self, job) != BEGUN)
             continue;
         if (self->running_count == self->running_room) {
             enough = !grow((void **)&self->running, 2 * self->running_room + 8, 8);
@@ -1178,8 +1171,8 @@ static PyObject *loads_longest(Loads *self, PyObject *ignored)
     int64_t block = -1, since = INT64_MAX;
     pthread_mutex_lock(&self->lock);
     for (int64_t job = self->prefix; job < self->next; job++)
-        if (self->states[job & (self->room - 1)] == BEGUN && self->began[job & (self->room - 1)] < since) {
-            since = self->began[job & (self->room - 1)];
+        if (*state(self, job) == BEGUN && *began(self, job) < since) {
+            since = *began(self, job);
             block = job_at(self, job)[BLOCK];
         }
     pthread_mutex_unlock(&self->lock);
@@ -1286,7 +1279,7 @@ static void loads_dealloc(Loads *self)
         free(self->files[n].path);
     if (self->table.obj)
         PyBuffer_Release(&self->table);
-    free(self->files), free(self->jobs), free(self->began), free(self->states), free(self->running), free(self->times), free(self->objects);
+    free(self->files), free(self->jobs), free(self->running), free(self->times), free(self->objects);
     type->tp_free(self);
     Py_DECREF(type);
 }
