@@ -639,6 +639,47 @@ def test_a_damaged_row_group_is_lost_alone(tmp_path: Path) -> None:
     assert [keys.key(n) for n in (399, 400)] == [keys.key(0)[:-3] + "399", keys.key(0)[:-3] + "400"]
 
 
+_LZ4_MAGIC = b"\x04\x22\x4d\x18"
+
+
+def arrow_file(path: Path) -> list[int]:
+    """Write ten record batches of 100 rows, compressed with lz4; return where their messages begin."""
+    batches = [
+        pa.record_batch({"n": range(n, n + 100), "text": [f"{row} {row * row}" for row in range(n, n + 100)]})
+        for n in range(0, 1000, 100)
+    ]
+    with pa.ipc.new_file(
+        path, batches[0].schema, options=pa.ipc.IpcWriteOptions(compression="lz4")
+    ) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    data = path.read_bytes()
+    begins = [place for place in range(0, len(data), 8) if data[place : place + 4] == b"\xff" * 4]
+    return begins[1:12]  # the first message is the schema
+
+
+@pytest.mark.parametrize(
+    ("what", "lost"), [("data", range(500, 600)), ("header", range(500, 1000))], ids=["data", "header"]
+)
+def test_a_damaged_record_batch_is_lost_alone_if_its_rows_are_known(
+    what: str, lost: range, tmp_path: Path
+) -> None:
+    """Types are inferred from the same batches; the rows after a damaged header cannot be numbered."""
+    path = tmp_path / "a.arrow"
+    begins = arrow_file(path)
+    data = bytearray(path.read_bytes())
+    at = data.index(_LZ4_MAGIC, begins[5]) if what == "data" else begins[5] + 24
+    data[at : at + 40] = bytes(byte ^ 0x5A for byte in data[at : at + 40])
+    path.write_bytes(data)
+    with pytest.raises(ShardkitError, match=r"a\.arrow: record batch 5 cannot be read"):
+        built(path, tmp_path / "strict")
+    rows, said = built(path, tmp_path / "root", skip=True)
+    assert [row["n"] for row in rows] == [n for n in range(1000) if n not in lost]
+    assert all(row["text"] == f"{row['n']} {row['n'] ** 2}" for row in rows)
+    assert "record batch 5 cannot be read" in said
+    assert ("rows 500 to 599 are lost" in said) == (len(lost) == 100)
+
+
 @pytest.mark.parametrize(
     ("column", "kind"),
     [([[1, None], [2]], None), (["1", "x"], "json"), ([1, 300], "int8")],

@@ -25,6 +25,7 @@ from shardkit.formats.arrow_message import (
 )
 from shardkit.formats.schema import KEY_FIELD
 from shardkit.formats.strict_json import parse_json
+from shardkit_tools.importers.line_ranges import before_damage
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import (
     check_suffixes,
@@ -55,10 +56,14 @@ class ArrowImporter(TableImporter):
     name: str = "arrow"
 
     def _batches(self, task: SourceTask) -> Batches:
-        row = task.first_row
-        for batch in _record_batches(task.files[0], task.start, task.stop):
-            yield batch, row
-            row += batch.num_rows
+        row, skip = task.first_row, self.options.skip_bad_rows
+        for found in _record_batches(task.files[0], task.start, task.stop, skip=skip):
+            if isinstance(found, LostBatch):
+                yield SourceError(f"{found.error}; rows {row} to {row + found.rows - 1} are lost")
+                row += found.rows
+                continue
+            yield found, row
+            row += found.num_rows
 
 
 def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
@@ -74,9 +79,9 @@ def _open_tables(
     pieces = [_sizes_of_batches(file) if file.size > TASK_BYTES else () for file in source.files]
 
     def nulls(_: Any, wanted: Collection[str]) -> set[str]:
-        return null_columns(flat_batch(batch, options) for batch in _first_batches(source)).intersection(
-            wanted
-        )
+        return null_columns(
+            flat_batch(batch, options) for batch in _first_batches(source, skip=options.skip_bad_rows)
+        ).intersection(wanted)
 
     partitions = hive_partitions(source, options)
     whole = with_partitions(source, schemas, partitions)
@@ -146,11 +151,13 @@ def _data_files(by_name: Mapping[str, SourceFile], source: Source) -> Iterator[S
         yield by_name[name]
 
 
-def _first_batches(source: Source) -> Iterator[Any]:
-    """Yield the batches that types are inferred from."""
+def _first_batches(source: Source, *, skip: bool) -> Iterator[Any]:
+    """Yield the batches that types are inferred from; with `skip`, without those that cannot be read."""
     rows = size = 0
     for file in source.files:
-        for batch in _record_batches(file):
+        for batch in before_damage(_record_batches(file, skip=skip), skip=skip):
+            if isinstance(batch, LostBatch):
+                continue
             yield batch
             rows, size = rows + batch.num_rows, size + batch.nbytes
             if rows >= _SCAN_ROWS or size >= TASK_BYTES:
@@ -231,7 +238,17 @@ def open_ipc(file: SourceFile) -> Iterator[Any]:
             yield reader
 
 
-def _record_batches(file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[Any]:
+class LostBatch(NamedTuple):
+    """A record batch that cannot be read, although later ones can."""
+
+    error: SourceError
+    rows: int
+
+
+def _record_batches(
+    file: SourceFile, start: int = 0, stop: int | None = None, *, skip: bool = False
+) -> Iterator[Any]:
+    """Yield record batches; with `skip`, a `LostBatch` for one whose header is intact but not its data."""
     with open_ipc(file) as reader:
         count = getattr(reader, "num_record_batches", None)
         if count is not None and stop is not None:
@@ -244,8 +261,21 @@ def _record_batches(file: SourceFile, start: int = 0, stop: int | None = None) -
                 return
             # MemoryError: a damaged length may ask for any amount
             except (pa.ArrowException, OSError, MemoryError) as error:
-                raise SourceError(
+                failure = SourceError(
                     f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
-                ) from error
+                )
+                rows = _rows_of_batch(file, number) if skip and count is not None else None
+                if rows is None:
+                    raise failure from error
+                batch = LostBatch(failure, rows)
             yield batch
             number += 1
+
+
+def _rows_of_batch(file: SourceFile, number: int) -> int | None:
+    """Return the number of rows that the header of a record batch states, or None if it cannot be read."""
+    try:
+        batches = [one for one in list_messages(file) if one.head.kind == RECORD_BATCH]
+    except FormatError:
+        return None
+    return batches[number].head.rows if number < len(batches) else None
