@@ -1,8 +1,7 @@
 """Encode samples as rows, singly or as columns of many: payloads, identity, stratum, split, size.
 
-A record batch of samples has the fields in the Arrow types of a shard (`arrow_schema`), null where a row has
-no value. A record batch of scratch has the stored columns without nulls, whose buffers are the canonical
-payloads, and four columns with the row's origin.
+A record batch of samples has the fields in the Arrow types of a shard (`arrow_schema`), null where a row has no value.
+A record batch of scratch has the stored columns without nulls, whose buffers are the payloads, and four of the origin.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class RowEncoder:
     _: KW_ONLY
     stratify: Sequence[str] = ()  # fields (str, int or bool scalars), or `CLASS_AXIS`
     classes: Sequence[str] = ()  # names of the values of `label`
-    # a field whose equal values stay in one split; None: rows are split by themselves
-    split_by: str | None = None
+    split_by: str | None = None  # field whose equal values stay in one split; None: each row by itself
     split_folders: Mapping[str, str] | None = None  # first folder in the name of a row's source → its split
 
     def __post_init__(self) -> None:
@@ -441,10 +439,9 @@ _ORIGIN = (
 
 def sample_batch(schema: Schema, rows: Sequence[tuple[bytes, ...]]) -> Any:
     """Return a record batch of samples from rows encoded by `Schema.encode`."""
-    stored = schema.stored
     arrays = []
     for name, kind in schema.items():
-        place = stored.position(name)
+        place = schema.stored.position(name)
         presence = [row[place + 1] for row in rows] if kind.optional else None
         arrays.append(arrow_array(kind, [row[place] for row in rows], name, presence))
     return pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(schema, keys=False))

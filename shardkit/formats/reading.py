@@ -139,7 +139,7 @@ def read_fields(
     *,
     verify: Verify = "fast",
 ) -> Block:
-    """Verify and decode some fields of a block, of which only their own ranges were read (`separate_fields`).
+    """Verify and decode some fields of a block, given their own ranges only (`separate_fields`).
 
     Args:
         stored: Field → bytes of its range (`ShardIndex.field_range`).

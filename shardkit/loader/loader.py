@@ -398,10 +398,10 @@ class Loader:
     def resize(self, *, rank: int, world: int) -> None:
         """Continue as rank `rank` of `world` from the next step on, as a restart would.
 
-        Lanes and batches equal those of a new loader with these arguments and this loader's state, without a process
-        group. A loop under way continues with its next step. Call it between two steps, before the same step on every
-        rank. A rank that leaves closes its loader; a rank that joins makes a loader and loads the state of any other
-        rank. The journal continues in a new file, and blocks in memory are read again.
+        Lanes and batches are as a new loader with these arguments would have them after it had loaded this loader's
+        state; no process group is needed. A loop under way continues with its next step. Call it between two steps,
+        before the same step on every rank. A rank that leaves closes its loader; a rank that joins makes a loader and
+        loads the state of any other rank. The journal continues in a new file, and blocks in memory are read again.
 
         Raises:
             ConfigurationError: `world` ranks cannot share the lanes, or the lanes were chosen by mesh=, lanes= or

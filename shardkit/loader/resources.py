@@ -1,4 +1,4 @@
-"""What runs for a loader: its resources in one process, the loop under way, and numbers of both."""
+"""The resources that a loader opens in one process, its current loop, and numbers of both."""
 
 from __future__ import annotations
 

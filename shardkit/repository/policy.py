@@ -77,7 +77,7 @@ class Policy:
     critical: tuple[Critical, ...] = ()  # strata whose shards get more copies
     # size of the parity sets, which survive the loss of two members; None for no parity
     parity: Parity | None = None
-    # what a commit waits for. "sync": all copies. "async": the copy in the root. "hybrid": all copies of
+    # the copies that a commit waits for. "sync": all copies. "async": the copy in the root. "hybrid": all copies of
     # metadata and of shards with critical strata, and the root's copy of other shards.
     mode: Mode = "hybrid"
     max_scrub_age_s: int = 30 * 86_400  # seconds after which a copy is due for a check

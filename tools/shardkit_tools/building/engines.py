@@ -9,10 +9,9 @@ or `concurrent.futures`, which cannot stop running work on Ctrl-C through its pu
 pipe per process, and the parent waits for both pipes and processes. Processes are spawned, because a fork
 would copy the locks of threads.
 
-Ray itself reruns a task when its worker or node dies. Every worker must see the root and the source under the
-same names, and have the same versions of the packages that decide the bytes, which is checked. On an existing
-cluster, finished work is exchanged through the root, unless a scratch directory that all nodes mount is given
-(SPEC.md of shardkit.dataset §6).
+Ray itself reruns a task when its worker or node dies. Every worker must see the root and the source under the same
+names, and have the same versions of the packages that decide the bytes, which is checked. On an existing cluster,
+finished work is exchanged through the root, or a given folder that all nodes mount (SPEC.md of shardkit.dataset §6).
 """
 
 from __future__ import annotations
