@@ -1,7 +1,8 @@
 """`repair`: replace bad and missing copies from another copy, otherwise from parity (SPEC.md, "Repair").
 
-Documents and the log are copied from the root to its copies, and from a copy to a root that has lost everything.
-Missing parity is encoded set by set, so that encoding may be interrupted at any point.
+Documents and the log are copied from the root to its copies. A damaged document of the root is taken from a copy, and
+a root that has lost everything gets its documents from one. `encode_parity`, which `place` and `replicate` call as
+well, makes missing parity set by set, so that it may be interrupted at any point.
 """
 
 from __future__ import annotations

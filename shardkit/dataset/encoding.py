@@ -1,7 +1,7 @@
 """Encode samples as rows, singly or as columns of many: payloads, identity, stratum, split, size.
 
 A record batch of samples has the fields in the Arrow types of a shard (`arrow_schema`), null where a row has no value.
-A record batch of scratch has the stored columns without nulls, whose buffers are the payloads, and four of the origin.
+A record batch of scratch has the stored columns without nulls, whose buffers are the payloads, and `_ORIGIN`.
 """
 
 from __future__ import annotations

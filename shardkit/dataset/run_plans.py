@@ -1,4 +1,4 @@
-"""Plans of a run: of its configuration and its recorded amendments, and made again from their recorded history."""
+"""The plans of a run: from its configuration and its amendments, or from the history in its ledger."""
 
 from __future__ import annotations
 

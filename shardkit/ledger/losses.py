@@ -2,7 +2,7 @@
 
 A loader with ``run=`` writes two files per start of a rank, ``losses/<rank>-<number>.steps`` and ``….samples``. Records
 of the first have one size, so that the means of a million steps are read at once; the second has the values of a step
-at the offset that its record names (SPEC.md, "Losses").
+at the offset that its record names (SPEC.md, "Losses"). `bind_losses` adds their digest to the ledger.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Merge the journals of all ranks into one leaf per step, the same on any topology (SPEC.md, "Merging").
 
 A *start* is one launch of the run: the ranks and workers that began together. Within a start, steps are merged in
-order, and again in order where ranks have gone back. A step is complete when all lanes of the plan are recorded, by any
-ranks.
+order; if ranks have gone back, the repeated steps follow, in order as well. A step is complete when all lanes of the
+plan are recorded, by any ranks.
 """
 
 from __future__ import annotations

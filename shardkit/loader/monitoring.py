@@ -1,4 +1,4 @@
-"""Telemetry of a loader, monitoring of its run, and settings that change while it runs (telemetry/SPEC.md §8)."""
+"""Telemetry of a loader, the watch over its run, and the settings of control.toml (telemetry/SPEC.md §8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The resources that a loader opens in one process, its current loop, and numbers of both."""
+"""A running loader in one process: its resources, the loop over one epoch, and the numbers that telemetry reads."""
 
 from __future__ import annotations
 

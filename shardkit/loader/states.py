@@ -1,4 +1,4 @@
-"""States to resume from: their checks, and the steps that they name."""
+"""States to resume from: their checks, the step after a batch, and the check that a step has the plan's cells."""
 
 from __future__ import annotations
 

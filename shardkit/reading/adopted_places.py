@@ -1,9 +1,9 @@
 """Documents of the root that say where adopted files are, and which files form a group.
 
-Many small files, with values that are stored next to them, are one shard. Its bytes are, block by block, some whole
-files and then the values of their rows that no file contains (labels, captions, metadata). The document of a group
-says which; blocks are verified as the blocks of any shard, and a file by its size and XXH3, so that an error names the
-file.
+A place is ``locations/<digest>.json``, a group ``locations/<digest>.files``. Many small files can form one shard, a
+group. Its bytes are, block by block, some whole files and then the values of their rows that no file contains (labels,
+captions, metadata). The document of a group says which; blocks are verified as the blocks of any shard, and a file by
+its size and XXH3, so that an error names the file.
 """
 
 from __future__ import annotations

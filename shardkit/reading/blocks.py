@@ -50,7 +50,7 @@ class RowPlaces(NamedTuple):
 class RowMap:
     """Map from sample numbers to shards, rows and blocks, computed from the pages of a manifest alone.
 
-    A block holds `block_rows` rows, and a new block starts at each segment border (formats/SPEC.md, "blocks"), so no
+    A block holds `block_rows` rows, and a new block starts at each segment border (formats/SPEC.md), so no
     index is needed. Construction costs O(segments); looking up n samples costs O(n log segments).
 
     Args:

@@ -1,4 +1,4 @@
-"""The locations of a root: its table of locations and policy, the marks of copies, and what they restore.
+"""The locations of a root: their table and policy, the marks of copies, and how a root that lost its log is recognised.
 
 Tables are ``locations/<20 digits>.json``, numbered from 1 without gaps, put if absent and never changed. The highest
 number is valid. A table is not part of the log because it says nothing about the data. It never has a credential.

@@ -189,7 +189,7 @@ class Repository(CommitLog):
         """Create a repository, or open the existing one.
 
         The store of a new root that is not a local directory is probed first: see
-        `shardkit.stores.remote.object_store.probe`.
+        `shardkit.stores.remote.probing.probe`.
         """
         store = open_store(url)
         created = False

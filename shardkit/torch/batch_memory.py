@@ -1,4 +1,4 @@
-"""Memory that a training process shares with the workers of its DataLoader (SPEC.md §2).
+"""Memory that a training process shares with the workers of its DataLoader (SPEC.md, "Batches in shared memory").
 
 A worker gathers rows into *slots* of this memory and sends only their places. The training process makes arrays over
 the slots, and a slot is free again when nothing refers to its arrays. Pages are therefore touched once per slot and

@@ -1,4 +1,4 @@
-"""The `shardkit` command: the list of subcommands, their help pages, and error handling.
+"""The `shardkit` command: the list of subcommands, their help pages, the option ``--timeout``, and error handling.
 
 `shardkit.exit_codes` defines the exit codes. Only unexpected errors show a traceback.
 """

@@ -1,4 +1,4 @@
-"""Versions in the output of commands: names, refs that moved, and the progress and result of a build."""
+"""How commands show versions (URLs, refs, tags, strata), and the progress and the result of a build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of a run on one rank: its dataset, its plans under amendments, and the cells of each step, read ahead."""
+"""The data of a run on one rank: dataset, plans under amendments, mixer, and the cells of each step, read ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The four strategies.
+"""How parameters, gradients and optimizer state are divided among ranks: four strategies, and local steps.
 
 ==========  ============  =====================  ===============  ========================================
 strategy    parameters    gradients              optimizer        implementation

@@ -1,4 +1,4 @@
-"""A run on one rank: open, resume, take steps, evaluate and save; and the parts of a step (SPEC.md §1).
+"""A run on one rank (`train`), one step of it (`Stepper`, SPEC.md §1), and its evaluation.
 
 A step is a function of (configuration, step), so a run that is killed and resumed on any number of ranks takes the same
 steps.

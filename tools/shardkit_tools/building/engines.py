@@ -1,4 +1,4 @@
-"""Engines run the tasks of a build or an adoption: in processes of this machine, or on a Ray cluster.
+"""Engines run the tasks of a build or an adoption: in this process if they are small, in others, or on a Ray cluster.
 
 Tasks are deterministic and idempotent: a task that runs twice, or in part and then again, has the same
 result, and its record in the job directory appears only when it is complete. An engine may therefore lose a

@@ -1,7 +1,8 @@
 """Arrow IPC files (``.arrow``, Feather 2) and streams, and folders of `save_to_disk` of Hugging Face.
 
-Record batches are read one at a time. In a folder of `save_to_disk`, two JSON files list the data files and the types
-of the columns.
+Record batches are read one at a time. With ``--on-error skip``, one that cannot be read is left out if its header is
+intact; otherwise the rows after it have no numbers. In a folder of `save_to_disk`, two JSON files list the data files
+and the types of the columns.
 """
 
 from __future__ import annotations

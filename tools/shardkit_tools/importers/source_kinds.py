@@ -1,4 +1,4 @@
-"""The files of a source, in order, and the importer for them.
+"""`list_source` lists the files of a source in order, `detect` chooses their importer; `source_files.py` opens them.
 
 A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are sorted by name (by code point,
 `/` as separator), so that the same source gives the same rows on every machine. The importer is chosen by the user, or

@@ -1,4 +1,4 @@
-"""Columns of tables: their field types, their values, and columns in the names of folders.
+"""Columns of tables: one schema for several tables, field types, values, and columns in the names of folders.
 
     bool, integers, floats → the same            utf8 → str           binary → bytes
     list of numbers → ragged                     fixed-size lists of numbers → fixed arrays
@@ -14,7 +14,7 @@ A text column ``__key__`` holds the samples' keys, as in shards of the arrow for
 path, as Hugging Face stores images and audio, becomes its bytes.
 
 ``--schema when=str`` stores the complete text of a timestamp, ``when=int64`` the number of units since 1970,
-``price=float64`` a number to compute with. Nested columns can be json, or str with the same text: bytes are
+``price=float64`` converts a decimal to a float. Nested columns can be json, or str with the same text: bytes are
 base64 there, and maps whose keys are not text are lists of pairs.
 """
 
