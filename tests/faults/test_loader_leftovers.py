@@ -232,7 +232,7 @@ def _shared_memory(pid: int) -> list[str]:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
         return []
-    names = (line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/" in line)
+    names = (line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/" in line and "/pytest-" not in line)
     return [name for name in names if not name.endswith("(deleted)")]
 
 
