@@ -113,6 +113,7 @@ def become_agent(overrides: Sequence[str], space: str, options: Mapping[str, Any
 
 def _lead_session(arguments: Sequence[str]) -> None:
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process of its own: the agent's handler raises
     become_rank(arguments)
 
 
