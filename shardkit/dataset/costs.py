@@ -36,7 +36,7 @@ _READERS: Final = 8
 
 def parse_costs(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
     """Return expressions in canonical form, sorted and without duplicates."""
-    texts = [text] if isinstance(text, str) else names_of(text, "cost")
+    texts = [text] if isinstance(text, str) and text else names_of(text, "cost")
     return tuple(sorted({CostFormula(one, schema).canonical for one in texts}))
 
 

@@ -83,14 +83,14 @@ def label_again(
         check_strata(said, {stratum.name for stratum in manifest.strata if not stratum.pooled})
         new = msgspec.structs.replace(new, about=repository.put_object(said.to_bytes(), "about").digest)
     if lookup is not None:
-        fields = parse_lookup(lookup, manifest.schema) if lookup else ()
+        fields = parse_lookup(lookup, manifest.schema)
         held = {found.field: found for found in manifest.lookups}
         missing = [field for field in fields if field not in held]
         made = put_lookups(repository, dataset.reader, dataset.table, missing)
         held |= {found.field: found for found in made}
         new = msgspec.structs.replace(new, lookups=tuple(held[field] for field in fields))
     if cost is not None:
-        texts = parse_costs(cost, manifest.schema) if cost else ()
+        texts = parse_costs(cost, manifest.schema)
         known = {found.expression: found for found in manifest.costs if covers(found, dataset.table.rows)}
         wanted = [text for text in texts if text not in known]
         costs = put_costs(repository, dataset.reader, dataset.table, manifest.schema, wanted)
