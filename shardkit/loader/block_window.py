@@ -68,9 +68,8 @@ class GroupBlocks:
         self, window: BlockWindow, group: StepGroup, slots: Int64s, needs: list[int], origin: int
     ) -> None:
         self.group = group
-        self.which = (
-            slots[group.which] if len(slots) else group.which
-        )  # (n,) slot that holds the block of each row
+        # (n,) slot that holds the block of each row
+        self.which = slots[group.which] if len(slots) else group.which
         self._window, self._loop = window, window.loop
         self._needs = needs  # per step: number of jobs that must be done before its blocks are loaded
         self._origin = origin  # steps planned before the group
