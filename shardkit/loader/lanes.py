@@ -1,9 +1,8 @@
 """Lanes of several ranks: assigned at the start and by `Loader.resize`, and moved from slow ranks (SPEC.md §8 and §9).
 
 At the start ranks compare their data and report the bytes on their nodes; the leader assigns, and a node may serve its
-cache to others. During the run they write their cell times
-and read decisions. Ranks communicate through the process group's store, without collectives; the decisions themselves
-are pure functions of `shardkit.plan.assignment`.
+cache to others. During the run they write their cell times and read decisions. Ranks communicate through the process
+group's store, without collectives; the decisions themselves are pure functions of `shardkit.plan.assignment`.
 """
 
 from __future__ import annotations
