@@ -6,9 +6,12 @@ them, they are seeded for each row from its place in the plan. Otherwise a trans
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -23,11 +26,34 @@ R = TypeVar("R")
 _CALLS: Final = 16  # number of first calls of a loop that are checked
 _EVERY: Final = 16  # one in this number of later calls is checked
 _log = logging.getLogger("shardkit.loader")
+_reading = threading.Lock()
 
 
 def _torch_generator() -> Any:
     """Return torch's default generator; None if torch is not imported."""
     return getattr(sys.modules.get("torch"), "default_generator", None)
+
+
+def _torch_state(generator: Any) -> Any:
+    """Return the state of a torch generator as a tensor, without a garbage collection meanwhile.
+
+    torch makes the tensor while it holds a lock of the generator. Before Python 3.12 that may start a collection, whose
+    finalizers let other threads run. One that then asks for the state waits for torch's lock and lets no thread run.
+    """
+    with _reading:
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            return generator.get_state()
+        finally:
+            if collects:
+                gc.enable()
+
+
+# a child must not begin with the lock held, or without collections
+os.register_at_fork(
+    before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release
+)
 
 
 def _states() -> dict[str, Any]:
@@ -39,7 +65,7 @@ def _states() -> dict[str, Any]:
         "numpy.random": (words, numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]),
     }
     if (generator := _torch_generator()) is not None:
-        found["torch's default generator"] = generator.get_state().numpy().tobytes()
+        found["torch's default generator"] = _torch_state(generator).numpy().tobytes()
     return found
 
 
@@ -51,7 +77,7 @@ def seeded(place: Place) -> Iterator[None]:
     """
     of_python, of_numpy, of_torch = draws(place, "global generators", 3)
     python, numpy, generator = random.getstate(), np.random.get_state(), _torch_generator()  # noqa: NPY002
-    torch = None if generator is None else generator.get_state()
+    torch = None if generator is None else _torch_state(generator)
     random.seed(of_python)
     np.random.seed([of_numpy & 0xFFFF_FFFF, of_numpy >> 32])  # noqa: NPY002
     if generator is not None:
@@ -117,10 +143,13 @@ class GeneratorWatch:
         is_late = self._left <= 0
         if is_late and self._calls % _EVERY:
             return work()
-        moved_before, wait, before = self._moved, self._waits.number, _states()
+        moved_before, wait = self._moved, self._waits.number
+        if wait % 2 == 0:
+            return work()
+        before = _states()
         done = work()
         after = _states()
-        if wait % 2 == 0 or wait != self._waits.number:
+        if wait != self._waits.number:
             return done
         self._left -= 1
         moved = [name for name, state in before.items() if after[name] != state]

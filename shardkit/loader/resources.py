@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import math
 import os
@@ -241,10 +242,11 @@ class LoaderResources:
     def close_unwatched(self) -> None:
         """Close the resources of a loader that was garbage-collected, from any thread.
 
-        The collector may run on one of the loader's own threads, which cannot join itself.
+        The collector may run on one of the loader's own threads, which cannot join itself. It may run inside a library
+        that holds a lock which the new thread needs, so the start of that thread is not waited for.
         """
         if threading.current_thread().name.startswith(_OWN_THREADS):
-            threading.Thread(target=self.close, name="shardkit-close", daemon=True).start()
+            _thread.start_new_thread(self.close, ())
         else:
             self.close()
 

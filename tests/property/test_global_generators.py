@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -213,3 +215,41 @@ def test_a_generator_that_is_first_used_late_is_reported_once(caplog: pytest.Log
         for _ in range(1000):
             watch.observe(work)
     assert caplog.messages == ["the transform draws from Python's random"]
+
+
+# Each collection in the first thread ends a cycle whose finalizer lets the other threads run, as the start of a thread
+# does.
+COLLECT_AND_READ = """
+import gc, threading, weakref
+import torch
+from shardkit.loader.global_generators import _torch_state
+
+class Ring:
+    def __init__(self):
+        self.own = self
+
+def read(collects):
+    for _ in range(200):
+        if collects:
+            gc.disable()
+            weakref.finalize(Ring(), lambda: threading.Thread(target=int).start())
+            gc.enable()
+        _torch_state(torch.default_generator)
+
+gc.set_threshold(1)
+threads = [threading.Thread(target=read, args=(number == 0,)) for number in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert gc.isenabled()
+print("read")
+"""
+
+
+def test_a_collection_while_torchs_state_is_read_stops_no_thread() -> None:
+    """torch keeps a lock meanwhile; threads that wait for it let no other run."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT_AND_READ], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr
