@@ -28,11 +28,22 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 40  # of 25 an epoch
 # Imports an example's framework once, for all ranks: those of each line are forked and told of, then waited for.
 LAUNCHER = """
-import atexit, gc, importlib, json, os, runpy, sys, threading
+import atexit, gc, importlib, json, os, runpy, sys, threading, time
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 importlib.import_module(os.path.basename(sys.argv[1]).removesuffix(".py"))
 for name in ("torch._dynamo", "shardkit.dataset.creating", "shardkit.dataset.opening", "shardkit.loader.monitoring"):
     importlib.import_module(name)  # the first is what the first optimizer of a process imports
+from shardkit.ledger.journal import Journal
+
+def wait_at(last):
+    # a rank that waits after a step cannot end before the signal that kills it
+    record = Journal.record_step
+    def record_and_wait(journal, step, *rest):
+        record(journal, step, *rest)
+        if step >= last:
+            time.sleep(600)
+    Journal.record_step = record_and_wait
+
 gc.freeze()
 for line in sys.stdin:
     ranks = []
@@ -42,6 +53,8 @@ for line in sys.stdin:
             os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.environ.update(environment)
+            if "WAIT_AT" in environment:
+                wait_at(int(environment["WAIT_AT"]))
             sys.argv = [sys.argv[1], *arguments]
             runpy.run_path(sys.argv[0], run_name="__main__")
             threading._shutdown()
@@ -83,8 +96,8 @@ class _Launcher:
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def start(self, data: str, run: Path, world: int) -> list[int]:
-        """Process ids of the ranks."""
+    def start(self, data: str, run: Path, world: int, wait_at: int | None = None) -> list[int]:
+        """Process ids of the ranks, which wait after a step if it is given."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -92,6 +105,8 @@ class _Launcher:
         for rank in map(str, range(world)):
             environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
                            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+            if wait_at is not None:
+                environment["WAIT_AT"] = str(wait_at)
             arguments = [data, str(run), "--steps", str(STEPS)]
             ranks.append((arguments, environment, str(self._errors / f"{run.name}-{rank}")))
         assert self._process.stdin is not None
@@ -155,7 +170,7 @@ def _continue_on_one_and_on_four(
     launcher: _Launcher, data: str, undisturbed: dict[tuple[int, int], str], folder: Path
 ) -> None:
     killed = folder / "killed"
-    _kill_at(launcher.start(data, killed, 2), killed, 12)
+    _kill_at(launcher.start(data, killed, 2, wait_at=16), killed, 12)
     assert launcher.wait() == [-signal.SIGKILL] * 2, launcher.errors()
     paths = {path.name for path in (killed / "journal").glob("*")}
     killed_at = max(record.step for record in _records(killed))
