@@ -184,8 +184,8 @@ class VersionSettings:
             split=self._split(folders, ref),
             recipe=dict(recipe),
             about=None if self.about is None else given_about(self.about),
-            lookups=parse_lookup(self.lookup, schema) if _is_given(self.lookup) else (),
-            costs=parse_costs(self.cost, schema) if _is_given(self.cost) else (),
+            lookups=parse_lookup(self.lookup, schema),
+            costs=parse_costs(self.cost, schema),
         )
 
     def _split(self, folders: Mapping[str, str], ref: str) -> Split | None:
@@ -278,11 +278,6 @@ def plan_version(
     layout = lay_out(rows, len(rows.strata), version.settings, pooling, large_blocks=large_blocks)
     listed, of_stratum = _number_strata(rows.strata, layout.pooled, before)
     return VersionPlan(version, base, rows, layout, listed, of_stratum, split)
-
-
-def _is_given(names: object) -> bool:
-    """Return False for an empty text or sequence; parsers refuse values of other types."""
-    return bool(names) if isinstance(names, str | Sequence) else True
 
 
 def _number_strata(

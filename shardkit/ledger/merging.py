@@ -97,9 +97,8 @@ class PartialStep:
         self.parts[packed] = rank
         first, last = lanes[0], lanes[-1] + 1
         if last - first == len(lanes) and all(count < 0 for count in self.rows[first:last]):
-            self.cells[16 * first : 16 * last] = (
-                digests  # the common case: consecutive lanes, first recording
-            )
+            # the common case: consecutive lanes, first recording
+            self.cells[16 * first : 16 * last] = digests
             self.rows[first:last] = rows
             self.missing -= len(lanes)
             return []

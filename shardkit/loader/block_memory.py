@@ -28,9 +28,8 @@ _WHOLE: Final = 2 << 30  # default bound if rows of all blocks are mixed
 
 _LOADS_BEFORE_ROOM: Final = 16
 _LOADS_BEFORE_TELLING: Final = 256  # too few loads would say nothing about the epoch
-_ROOM_OF_WINDOWS: Final = (
-    1.5  # factor over the blocks that lanes mix at once, because consecutive windows overlap
-)
+# factor over the blocks that lanes mix at once, because consecutive windows overlap
+_ROOM_OF_WINDOWS: Final = 1.5
 _LEAST_PIECE: Final = 1 << 16  # bytes; the allocator already reuses smaller blocks
 
 

@@ -338,9 +338,8 @@ class LiveLoader:
         self.handed_out = 0  # the step after the last one handed out
         self.cells = 0  # handed out in all loops
         self.chosen_prefetch = 0  # finished steps that may wait, if that was changed while the loader ran
-        self.started_at = self.handed_at = (
-            0.0  # `time.perf_counter` of the loop's start, and of the last batch
-        )
+        # `time.perf_counter` of the loop's start, and of the last batch
+        self.started_at = self.handed_at = 0.0
         self.computed_s = -1.0  # time of the rank's part of the last step; negative if not reported
         self._with_trainer: LoaderCounts | None = None  # counters of the loop whose batch the trainer has
         self._lock = threading.Lock()

@@ -55,9 +55,8 @@ _THREADS: Final = 16
 _GROUPS: Final = 256  # groups of files whose names are kept in memory
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_ASKED: Final = (
-    64  # shards sampled to learn whether files are remote: files adopted together are mostly in one place
-)
+# shards sampled to learn whether files are remote: files adopted together are mostly in one place
+_ASKED: Final = 64
 
 
 def with_adopted_files(store: Store, manifest: Manifest) -> Store:

@@ -5,9 +5,20 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from shardkit.plan import Population
+from shardkit.plan import Plan, Population
 
-__all__ = ["grids", "populations"]
+__all__ = ["epoch_steps", "grids", "populations", "strata_of"]
+
+
+def strata_of(population: Population) -> np.ndarray:
+    """Return the stratum of each row."""
+    return np.repeat(population.segment_stratum, population.segment_rows)
+
+
+def epoch_steps(plan: Plan, epoch: int) -> np.ndarray:
+    """Return the steps of an epoch."""
+    assert plan.steps_per_epoch is not None
+    return plan.steps(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
 
 
 @st.composite
@@ -34,8 +45,8 @@ def populations(
     if draw(st.booleans()):  # a selection keeps some rows of each segment, often none
         table = rng.binomial(table, rng.choice([0.0, 0.1, 0.9, 1.0], size=table.shape))
     kept = rng.random(table.shape) < draw(st.sampled_from([0.0, 1.0]))  # with or without segments of no row
-    shards_of, strata_of = np.nonzero((table > 0) | kept)
-    triples = np.stack([shards_of, strata_of, table[shards_of, strata_of]], axis=1)
+    shard_of, stratum_of = np.nonzero((table > 0) | kept)
+    triples = np.stack([shard_of, stratum_of, table[shard_of, stratum_of]], axis=1)
     if not table.sum():
         triples = np.array([[0, 0, 1]])
     names = [f"s{i:04d}" for i in rng.permutation(strata)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardkit.errors import PlanError
 from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.report import describe_plan
-from tests.property.populations import populations
+from tests.property.populations import epoch_steps, populations, strata_of
 
 # ---- Epochs of a chosen length are a division of the same stream, and are counted the same way in every plan
 
@@ -137,15 +137,6 @@ def test_an_amendment_without_a_first_step_says_what_to_pass() -> None:
 few = settings(max_examples=30, deadline=None)
 
 
-def strata_of(population: Population) -> np.ndarray:
-    return np.repeat(population.segment_stratum, population.segment_rows)
-
-
-def epoch(plan: Plan, number: int) -> np.ndarray:
-    assert plan.steps_per_epoch is not None
-    return plan.steps(number * plan.steps_per_epoch, (number + 1) * plan.steps_per_epoch)
-
-
 @few
 @given(populations(max_rows=2500), st.sampled_from([1, 2, 3, 8]), st.integers(1, 6), st.sampled_from(["drop", "short"]),
        st.integers(0, 3), st.data())  # fmt: skip
@@ -171,7 +162,7 @@ def test_groups_by_length(population, lanes, cell, remainder, number, data):  # 
     stratum = strata_of(population)
     present = sorted({int(longest[s]) for s in np.unique(stratum)}, reverse=True)
     budget = cell * top
-    steps = epoch(plan, number)
+    steps = epoch_steps(plan, number)
     seen = steps[steps >= 0]
     assert len(np.unique(seen)) == len(seen)
     left = 0

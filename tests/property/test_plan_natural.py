@@ -16,7 +16,7 @@ from shardkit.errors import PlanError
 from shardkit.plan import Plan, Population, cell_digest, make_plan
 from shardkit.plan.deal import Deal, floor_sum, golden_step
 from tests.property.plan_model import NaturalModel
-from tests.property.populations import grids, populations
+from tests.property.populations import epoch_steps, grids, populations, strata_of
 
 # ---- Every promise of the natural-weights grid, and the closed form against a model that deals card by card
 
@@ -33,15 +33,6 @@ def planned(population: Population, shape: tuple[int, int], remainder: str, **mo
     assume(remainder == "short" or population.rows >= lanes * cell)
     assume(lanes * cell <= 50 * population.rows)
     return make_plan(population, global_batch=lanes * cell, lanes=lanes, remainder=remainder, **more)  # type: ignore[arg-type]
-
-
-def strata_of(population: Population) -> np.ndarray:
-    return np.repeat(population.segment_stratum, population.segment_rows)
-
-
-def epoch_steps(plan: Plan, epoch: int) -> np.ndarray:
-    assert plan.steps_per_epoch is not None
-    return plan.steps(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
 
 
 @few

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
 from shardkit.plan.plan import plan_of
 from shardkit.plan.weighted import WeightedGrid
-from tests.property.populations import grids, populations
+from tests.property.populations import grids, populations, strata_of
 from tests.property.test_plan_costs import balances, costs_of, population, waits
 
 # ---- Explicit weights and stages: balance, drift, passes, seek, and streams that go on across stages
@@ -30,10 +30,6 @@ def planned(population: Population, shape: tuple[int, int], weights: list[int], 
     rows = np.bincount(population.segment_stratum, population.segment_rows, len(population.strata))
     assume(any(names[name] and rows[s] for s, name in enumerate(population.strata)))
     return make_plan(population, global_batch=lanes * cell, lanes=lanes, weights=names, **more)  # type: ignore[arg-type]
-
-
-def strata_of(population: Population) -> np.ndarray:
-    return np.repeat(population.segment_stratum, population.segment_rows)
 
 
 @few

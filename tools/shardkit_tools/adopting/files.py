@@ -50,11 +50,6 @@ _THREAD_BYTES = 1 << 16  # fewer bytes are hashed faster than they are given to 
 _PIECE_BYTES = 1 << 20
 
 
-_HASH_THREADS = 3  # for the file, its block and the ranges of the block
-_THREAD_BYTES = 1 << 16  # fewer bytes are hashed faster than they are given to a thread
-_PIECE_BYTES = 1 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class AdoptTask:
     """A file, or a group of files that become one shard, and its number in the order."""

@@ -175,10 +175,15 @@ def _sizes_of_batches(file: SourceFile) -> list[tuple[int, int]]:
     with open_ipc(file) as reader:
         if not hasattr(reader, "num_record_batches"):
             return []
+    batches = _list_batches(file)
+    borders = pairwise([0, *(one.start for one in batches[1:]), file.size])
+    return [(one.head.rows, stop - start) for one, (start, stop) in zip(batches, borders, strict=False)]
+
+
+def _list_batches(file: SourceFile) -> list[Message]:
+    """Return the messages of record batches; none if a message cannot be parsed."""
     with suppress(FormatError):
-        batches = [one for one in list_messages(file) if one.head.kind == RECORD_BATCH]
-        borders = pairwise([0, *(one.start for one in batches[1:]), file.size])
-        return [(one.head.rows, stop - start) for one, (start, stop) in zip(batches, borders, strict=False)]
+        return [one for one in list_messages(file) if one.head.kind == RECORD_BATCH]
     return []
 
 
@@ -255,6 +260,7 @@ def _record_batches(
         if count is not None and stop is not None:
             count = min(count, stop)
         number = start
+        heads: list[Message] | None = None  # read at the first damage
         while count is None or number < count:
             try:
                 batch = reader.read_next_batch() if count is None else reader.get_batch(number)
@@ -265,18 +271,10 @@ def _record_batches(
                 failure = SourceError(
                     f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
                 )
-                rows = _rows_of_batch(file, number) if skip and count is not None else None
-                if rows is None:
+                if heads is None:
+                    heads = _list_batches(file) if skip and count is not None else []
+                if number >= len(heads):
                     raise failure from error
-                batch = LostBatch(failure, rows)
+                batch = LostBatch(failure, heads[number].head.rows)
             yield batch
             number += 1
-
-
-def _rows_of_batch(file: SourceFile, number: int) -> int | None:
-    """Return the number of rows that the header of a record batch states, or None if it cannot be read."""
-    try:
-        batches = [one for one in list_messages(file) if one.head.kind == RECORD_BATCH]
-    except FormatError:
-        return None
-    return batches[number].head.rows if number < len(batches) else None

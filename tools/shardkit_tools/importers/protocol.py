@@ -418,9 +418,8 @@ class FileImporter:
     """Base class of importers over a list of files."""
 
     name: str = ""  # name of the importer in the recipe
-    reads_whole_files: ClassVar[bool] = (
-        False  # every file is read once as a whole and passed to the `FileObserver`
-    )
+    # every file is read once as a whole and passed to the `FileObserver`
+    reads_whole_files: ClassVar[bool] = False
 
     has_own_fields: ClassVar[bool] = False  # each row names its fields, so that all may lack an optional one
 
