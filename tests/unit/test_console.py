@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
+import pty
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import shardkit
+from shardkit_tools import console
 from shardkit_tools.console import (
     bytes_text,
     clean,
@@ -167,3 +172,55 @@ def test_a_page_has_the_names_of_the_document_with_units(capsys: pytest.CaptureF
         "build",
         "seed  0",
     ]
+
+
+_WORK = """
+import logging
+from shardkit_tools.console import LogHandler, long_work
+
+logging.getLogger("shardkit").addHandler(LogHandler())
+with long_work() as status:
+    status.show("copied 1 of 2")
+    logging.getLogger("shardkit").warning("a location is slow")
+    status.show("copied 2 of 2 " + 200 * "x" + "\\x1b[2J")
+print("result")
+"""
+
+
+def test_a_terminal_shows_progress_in_one_line_that_goes_away() -> None:
+    terminal, for_process = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", _WORK], stdout=subprocess.PIPE, stderr=for_process
+    ) as process:
+        os.close(for_process)
+        shown = b""
+        try:
+            while part := os.read(terminal, 1 << 16):
+                shown += part
+        except OSError:  # the process has closed its end
+            pass
+        os.close(terminal)
+        assert process.stdout is not None
+        assert process.stdout.read() == b"result\n"
+    assert process.returncode == 0
+    text = shown.decode()
+    assert "a location is slow\r\n" in text
+    assert text.index("copied 1 of 2") < text.index("copied 2 of 2")
+    assert "\x1b[2J" not in text
+    assert text.count("x") < 200, "the line must fit the window"
+    assert text.rindex("\x1b[2K") > text.index("copied 2 of 2")
+
+
+def test_without_a_terminal_progress_is_plain_lines_at_long_intervals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"a": 1}\n' * 100)
+    for interval, root in ((float("inf"), "quiet"), (0.0, "told")):
+        monkeypatch.setattr(console, "LINE_INTERVAL_S", interval)
+        with pytest.raises(SystemExit) as end:
+            run(["build", str(source), str(tmp_path / root)])
+        assert not end.value.code
+        told = capsys.readouterr().err
+        assert "\x1b" not in told
+        assert ("reading 100 samples" in told, "committing" in told) == (interval == 0,) * 2

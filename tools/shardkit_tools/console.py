@@ -13,10 +13,9 @@ import itertools
 import json
 import logging
 import math
-import os
 import re
-import shutil
 import sys
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +29,9 @@ from shardkit.extras import install_command
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
+LINE_INTERVAL_S = 30.0
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _ID_DIGITS = 12
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -318,28 +319,50 @@ def new_file(path: Path) -> BinaryIO:
 
 
 class LogHandler(logging.Handler):
-    """Write the library's log to standard error, replacing a displayed status line."""
+    """Write the library's log to standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        start = "\r\x1b[K" if sys.stderr.isatty() else ""
-        sys.stderr.write(f"{start}{clean(record.getMessage())}\n")
+        sys.stderr.write(f"{clean(record.getMessage())}\n")
         sys.stderr.flush()
 
 
 class StatusLine:
-    """A status line on standard error that is updated in place. Without a terminal, nothing is written."""
+    """Progress on standard error: a line that is updated in place on a terminal, elsewhere a new line every 30 s."""
 
     def __init__(self) -> None:
-        self._is_seen = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._live: Live | None = None
+        self._written = time.monotonic()
 
     def show(self, text: str) -> None:
-        if self._is_seen:
-            width = shutil.get_terminal_size().columns - 1
-            sys.stderr.write(f"\r\x1b[K{text[:width]}")
+        if self._live is None and sys.stderr.isatty():
+            self._live = _start_live()
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.update(Text(clean(text), no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif time.monotonic() - self._written >= LINE_INTERVAL_S:
+            self._written = time.monotonic()
+            sys.stderr.write(f"{clean(text)}\n")
             sys.stderr.flush()
 
     def clear(self) -> None:
-        self.show("")
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _start_live() -> Live | None:
+    """Return a started display on standard error, or None if the terminal cannot update a line in place."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True)
+    if not console.is_interactive:
+        return None
+    # Nothing moves between updates, so no thread is needed. Standard output may be another place.
+    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+    live.start()
+    return live
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -92,16 +91,13 @@ def print_copies(root: str, lag: int | None) -> None:
         )
 
 
-_LINE_EVERY_S = 30.0
-
-
 class Work:
     """Rate limit, engine and progress output of a command; created by `running`."""
 
     def __init__(self, bandwidth: str | None, between: str | None) -> None:
         self._status = console.StatusLine()
         self.engine: Engine | None = None  # None: threads of this process do the work
-        self._began = self._told = time.monotonic()
+        self._began = time.monotonic()
         self.pace = RateLimiter(
             parse_bandwidth(bandwidth) if bandwidth else None,
             Hours.parse(between) if between else None,
@@ -109,17 +105,17 @@ class Work:
         )
 
     def report(self, objects: int, all_objects: int, done_bytes: int, all_bytes: int) -> None:
-        """Show progress of copying: a status line on a terminal, otherwise a line every 30 s."""
+        """Show progress of copying."""
         passed = time.monotonic() - self._began
         rate = f", {bytes_text(int(done_bytes / passed))}/s" if passed > 1 else ""
-        self._say(
+        self._status.show(
             f"copied {objects:,} of {count_text(all_objects, 'object')}, {bytes_text(done_bytes)} of "
             f"{bytes_text(all_bytes)}{rate}"
         )
 
     def tell(self, what: str, done: int, total: int) -> None:
-        """Show progress of checking copies, as `report` does."""
-        self._say(f"{what} {done:,} of {count_text(total, 'copy', 'copies')}")
+        """Show progress of checking copies."""
+        self._status.show(f"{what} {done:,} of {count_text(total, 'copy', 'copies')}")
 
     def checks(self, jobs: int, location: Sequence[str] | None = None) -> CheckSettings:
         """Return settings for checking copies, including those in further locations."""
@@ -131,14 +127,7 @@ class Work:
         self._status.clear()
 
     def _waiting(self, seconds: int) -> None:
-        self._say(f"waiting {duration_text(seconds)} for the hours of --between; Ctrl-C ends")
-
-    def _say(self, text: str) -> None:
-        self._status.show(text)
-        now = time.monotonic()
-        if not sys.stderr.isatty() and now - self._told >= _LINE_EVERY_S:
-            self._told = now
-            sys.stderr.write(f"{text}\n")
+        self._status.show(f"waiting {duration_text(seconds)} for the hours of --between; Ctrl-C ends")
 
 
 @contextlib.contextmanager
