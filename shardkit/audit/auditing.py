@@ -16,7 +16,7 @@ import numpy as np
 
 from shardkit.audit.amendments import check_amendments
 from shardkit.audit.events import short
-from shardkit.audit.mixtures import check_decisions, is_superseded
+from shardkit.audit.mixtures import check_decisions
 from shardkit.audit.plans import RunPlan, check_pending, find_plans, planned_ranges
 from shardkit.audit.replay import replay
 from shardkit.audit.result import Audit, AuditProgress, Severity
@@ -82,7 +82,7 @@ def audit_run(
     check_losses(record, audit)
     check_tensors(record, audit, read=level in ("read", "decode"))
     check_end(record, audit)
-    explain_events(record, plans)
+    explain_events(record)
     if statement is not None:
         check_statement(record, statement, audit)
     if level is not None:
@@ -321,7 +321,7 @@ _TOLD: Final[dict[str, tuple[Severity, str, str, str]]] = {
 """Kind of an event → (severity, kind, subject, text) of its finding. Other kinds give notes with all fields."""
 
 
-def explain_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
+def explain_events(record: RunRecord) -> None:
     """Add findings for recorded deviations, with their reasons, and notes for other events."""
     seen: set[tuple[object, ...]] = set()
     for event in record.events:
@@ -337,8 +337,6 @@ def explain_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
             left = event.get("abandoned", {})
             known = event | {"end": left.get("first", 0) + left.get("size", 0)}
             severity, name, where, text = _TOLD[kind]
-            if kind == "conflict" and is_superseded(record, [one.plan for one in plans.values()], event):
-                severity, text = "note", "was consumed again, under other decisions of the mixer"
             record.add(severity, name, where.format_map(known), text.format_map(known))
         else:
             others = (f"{name} {value}" for name, value in event.items() if name not in ("kind", "step"))

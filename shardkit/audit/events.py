@@ -11,6 +11,7 @@ from typing import Any
 from shardkit.errors import FormatError
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import AMENDMENT, CONFIGURATION, DEALT, active_amendments, is_applied
+from shardkit.ledger.decisions import DECISION
 from shardkit.ledger.journal import CELLS, META, JournalFile
 from shardkit.telemetry.records import json_object
 
@@ -43,6 +44,7 @@ class _History:
         self.seen: set[tuple[object, ...]] = set()  # identities of the events that may occur only once
         # amendments of the plan, undos of them, and the plans, starts and switches that apply them
         self.amendments: list[Event] = []
+        self.decided: dict[str, int] = {}  # digest of a plan with a mixer → its first undecided stage
         self.losses: dict[str, int] = {}  # number of records of each file of losses that events cover
         self._rules: dict[str, Callable[[Event], str]] = {
             "plan": self._plan,
@@ -239,6 +241,11 @@ class _History:
             self.lowest[start, rank] = min(step, self.lowest.get((start, rank), step))
             self.seen = {one for one in self.seen if one[:2] != (start, rank)}
             return ""
+        if kind == DECISION:
+            stage = self.decided.get(event["plan"], 2)
+            if event["stage"] != stage:
+                return f"is about stage {event['stage']}, and stage {stage} is the next one to be decided"
+            self.decided[event["plan"]] = stage + 1
         if kind == "decoders" and self.newest.setdefault((kind, start), event)["made_by"] != event["made_by"]:
             return "names other decoders than one before it in the same start"
         if self._late(event, [rank]):

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Any
 
-import numpy as np
-
-from shardkit.audit.run_record import RunRecord, consecutive
+from shardkit.audit.run_record import RunRecord
 from shardkit.credentials import redact
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, PlanError, UsageError
 from shardkit.ledger.decisions import (
     DECISION,
     Decision,
-    DecisionLines,
     MixHistory,
     apply_decisions,
+    recorded_decisions,
     recorded_sums,
 )
-from shardkit.ledger.ledger import StepRecords
 from shardkit.ledger.losses import Losses, former_losses, read_losses
 from shardkit.plan import Mixer, Plan
 from shardkit.plan.mixers import MixFunction, find_mixer
@@ -36,114 +32,26 @@ def has_decisions(record: RunRecord, number: int, plan: Plan) -> bool:
         False if no such mixer exists, the decisions do not fit, or recorded steps lack theirs.
     """
     text, every = plan.settings.mixer, plan.settings.mix_every
-    if plan.decided is None or text is None or every is None:
+    if text is None or every is None:
         return True
     try:
         find_mixer(text, every)
         _check_steps(record, plan)
-        apply_decisions(plan, _lines(record, plan).at(_branch_end(record)))
+        apply_decisions(plan, recorded_decisions(record.events, plan.digest))
     except (IntegrityError, PlanError) as error:
         record.add("violated", DECISION, f"plan {plan.digest[:12]}…", str(error))
         return False
-    for records, fork, _ in ranges(record):
-        if int(records[0]["plan"]) == number:
-            last, known = (
-                int(records[-1]["step"]),
-                (plan if fork is None else abandoned_plan(record, plan, fork, records)).decided or 0,
-            )
-            if last >= known:
-                record.add(
-                    "violated", DECISION, f"step {known}",
-                    f"the run went on to step {last}, and no decision of the mixer about steps from {known} on is "
-                    "recorded: it was removed",
-                )  # fmt: skip
-                return False
-    return True
-
-
-def ranges(record: RunRecord) -> Iterator[tuple[StepRecords, int | None, bool]]:
-    """Yield (records, fork, is_branch) of each range of steps under one plan.
-
-    The fork is the index of the event that abandoned the records; None for records on the branch.
-    """
-    for one in consecutive(record.branch):
-        yield one, None, True
-    records, gone = record.records, ~np.isin(record.records["check"], record.branch["check"])
-    left_by = np.full(len(records), -1)
-    for place, event in reversed(list(enumerate(record.events))):  # the first fork that left a record counts
-        if event["kind"] == "fork":
-            before = np.arange(len(records)) < event["record"]
-            left_by[gone & before & (records["step"] >= event["step"])] = place
-    for place in np.unique(left_by[gone]).tolist():
-        for one in consecutive(records[gone & (left_by == place)]):
-            yield one, place if place >= 0 else None, False
-
-
-def abandoned_plan(record: RunRecord, plan: Plan, fork: int, records: StepRecords) -> Plan:
-    """Return the plan that abandoned records followed: with the decisions made before the run went back.
-
-    `fork` is the place in the events of the fork that abandoned the consecutive records.
-    """
-    if plan.decided is None:
-        return plan
-    start = record.events[fork]["start"]
-    back = max(place for place in record.returns if place < fork and record.events[place]["start"] == start)
-    return _plan_before(record, plan, back, int(records[-1]["step"]) + 1)
-
-
-def former_plans(record: RunRecord, plan: Plan, step: int) -> Iterator[Plan]:
-    """Yield the plans that an incomplete or abandoned record of a step may have followed.
-
-    Without a mixer there is one. With a mixer there is one for each time the run went back, with the decisions before,
-    and the present one; plans that had not decided the step are left out.
-    """
-    if plan.decided is None:
-        yield plan
-        return
-    for one in (
-        plan, *(_plan_before(record, plan, back, step + 1) for back in (len(record.events), *reversed(record.returns)))
-    ):  # fmt: skip
-        if step < (one.decided or 0):
-            yield one
-
-
-def is_superseded(record: RunRecord, plans: Iterable[Plan], conflict: Mapping[str, Any]) -> bool:
-    """Return True if a cell was recorded twice because the run went back and its mixer decided otherwise."""
-    step, lane = conflict["step"], conflict["lane"]
-    return any(
-        former.cell_digest(step, lane) == conflict["before"]
-        for plan in plans
-        if plan.decided is not None and lane < plan.lanes
-        for former in former_plans(record, plan, step)
-    )
-
-
-def _branch_end(record: RunRecord) -> int:
-    return int(record.branch["step"].max()) + 1 if len(record.branch) else 0
-
-
-def _lines(record: RunRecord, plan: Plan, back: int | None = None) -> DecisionLines:
-    """Return the decisions about a plan that were recorded before a place in the events."""
-    back = len(record.events) if back is None else back
-    found = record.lines.get((plan.digest, back))
-    if found is None:
-        reached = [] if record.ledger is None else record.ledger.state.start.reached
-        here = record.events[back] if back < len(record.events) else {}
-        now = here["reached"] if here.get("kind") == "rewind" else None
-        found = record.lines[plan.digest, back] = DecisionLines(
-            record.events[:back], plan.digest, reached, now
-        )
-    return found
-
-
-def _plan_before(record: RunRecord, plan: Plan, back: int, step: int) -> Plan:
-    """Return a plan with the decisions on the way to a step, recorded before a place in the events; made once."""
-    decisions = _lines(record, plan, back).at(step)
-    found = record.former_plans.get(id(decisions))  # `record.lines` holds the list
-    if found is None:
-        found = record.former_plans[id(decisions)] = plan_of(plan.settings, plan.population)
-        apply_decisions(found, decisions)
-    return found
+    complete = record.records["step"][record.records["plan"] == number].tolist()
+    cells = () if record.merge is None else record.merge.pending_cells()
+    last = max((*complete, *(step for digest, step, *_ in cells if digest == plan.digest)), default=-1)
+    known = plan.decided or 0
+    if last >= known:
+        record.add(
+            "violated", DECISION, f"step {known}",
+            f"the run went on to step {last}, and no decision of the mixer about steps from {known} on is recorded: it "
+            "was removed",
+        )  # fmt: skip
+    return last < known
 
 
 def check_decisions(
@@ -164,8 +72,7 @@ def check_decisions(
         text, every = plan.settings.mixer, plan.settings.mix_every
         if text is None or every is None:
             continue
-        # others are of abandoned steps whose losses have been noted again
-        decisions = _lines(record, plan).at(_branch_end(record))
+        decisions = recorded_decisions(record.events, plan.digest)
         mixer = find_mixer(text, every, function)
         name, _, without_losses = text.partition(" ")
         needs_losses = not without_losses if mixer is None else mixer.needs_losses
@@ -205,10 +112,7 @@ def _is_settled(plan: Plan) -> bool:
 
 
 def _check_steps(record: RunRecord, plan: Plan) -> None:
-    """Check that each decision was made in the middle of the stage before its own.
-
-    A decision that says a later step would be taken for one of an abandoned branch, which is not computed again.
-    """
+    """Check that each decision was made in the middle of the stage before its own."""
     every = plan.mixture.every
     decisions = (one for one in record.events if one["kind"] == DECISION and one["plan"] == plan.digest)
     places = ((one["stage"], one["step"], (one["stage"] - 1) * every + every // 2) for one in decisions)

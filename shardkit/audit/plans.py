@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.mixtures import abandoned_plan, former_plans, has_decisions, ranges
-from shardkit.audit.run_record import RunRecord
+from shardkit.audit.mixtures import has_decisions
+from shardkit.audit.run_record import RunRecord, consecutive
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.run_plans import Versions, configured_plans, recorded_plan_of
 from shardkit.errors import (
@@ -246,13 +246,12 @@ def planned_ranges(
 ) -> Iterator[tuple[StepRecords, RunPlan | None, bool]]:
     """Yield (records, plan, True if on the branch) of each range of steps under one plan.
 
-    The plan has the decisions that the records followed. It is None if it cannot be rebuilt.
+    The plan is None if it cannot be rebuilt.
     """
-    for records, fork, is_branch in ranges(record):
-        plan = plans.get(int(records[0]["plan"]))
-        if plan is not None and fork is not None:
-            plan = replace(plan, plan=abandoned_plan(record, plan.plan, fork, records))
-        yield records, plan, is_branch
+    is_gone = ~np.isin(record.records["check"], record.branch["check"])
+    for records, is_branch in ((record.branch, True), (record.records[is_gone], False)):
+        for one in consecutive(records):
+            yield one, plans.get(int(one[0]["plan"])), is_branch
 
 
 def pending_cells(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, str]]:
@@ -296,8 +295,8 @@ def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
                 confirmed += _confirm_events(record, plan.plan, step, by_step[step], is_recorded, is_branch)
     for found, step, lane, digest in pending_cells(record, plans):
         own = [event for event in by_step.get(step, ()) if event["lane"] == lane < found.plan.lanes]
-        for former in former_plans(record, found.plan, step) if own else ():
-            confirmed += _confirm_events(record, former, step, own, _recorded_cell(lane, digest), False)
+        if own:
+            confirmed += _confirm_events(record, found.plan, step, own, _recorded_cell(lane, digest), False)
     known = {id(event) for event in confirmed}
     for event in (one for events in by_step.values() for one in events if id(one) not in known):
         record.add(
@@ -401,10 +400,7 @@ def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
 
 def _is_planned(record: RunRecord, plan: RunPlan, step: int, lane: int, digest: str) -> bool:
     """Return True if a cell of an incomplete step is the plan's, with or without confirmed substitutions."""
-    for former in former_plans(record, plan.plan, step) if lane < plan.plan.lanes else ():
-        if former.cell_digest(step, lane) == digest:
-            return True
-        (cells,) = replace(plan, plan=former).consumed(record, step, step + 1, branch=False)
-        if cell_digest(cells[lane]) == digest:
-            return True
-    return False
+    if lane >= plan.plan.lanes:
+        return False
+    (cells,) = plan.consumed(record, step, step + 1, branch=False)
+    return digest in (plan.plan.cell_digest(step, lane), cell_digest(cells[lane]))

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from shardkit.documents import convert, encode, sha256_digest
 from shardkit.errors import FormatError, NotFoundError, ShardkitError
 from shardkit.ledger import Ledger, Merge, journal_paths, merge_journals
 from shardkit.ledger.bindings import CONFIGURATION, Amendment, amendment_states
-from shardkit.ledger.decisions import DecisionLines
 from shardkit.ledger.events import Head
 from shardkit.ledger.journal import JournalFile, read_file, xxh3
 from shardkit.ledger.ledger import (
@@ -77,8 +75,6 @@ class RunRecord:
         replaced: substitutions confirmed by digests. True: on the branch; False: in abandoned or incomplete steps. Set
             by `find_plans`.
         stage_plans: the plans of each configuration under the amendments in force at a time. Set by `find_plans`.
-        lines: (digest of a plan, place in the events) → the decisions of its mixer before. Filled by `mixtures`.
-        former_plans: id of a list of decisions in `lines` → the plan with them. Filled by `mixtures`.
     """
 
     path: Path
@@ -95,8 +91,6 @@ class RunRecord:
     roots: Roots | None = None
     replaced: dict[bool, Replacements] = field(default_factory=lambda: {True: {}, False: {}})
     stage_plans: list[list[Plan]] = field(default_factory=list)
-    lines: dict[tuple[str, int], DecisionLines] = field(default_factory=dict)
-    former_plans: dict[int, Plan] = field(default_factory=dict)
 
     def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
         self.findings.append(Finding(severity, kind, subject, text))
@@ -110,15 +104,6 @@ class RunRecord:
     def configuration_events(self) -> list[dict[str, Any]]:
         """The events of the run's settings, oldest first. Empty if the trainer records none."""
         return [event for event in self.events if event["kind"] == CONFIGURATION]
-
-    @cached_property
-    def returns(self) -> list[int]:
-        """Places in the events at which rank 0, which decides for a mixer, started or went back."""
-        return [
-            place
-            for place, one in enumerate(self.events)
-            if one["kind"] in ("start", "rewind") and one.get("rank", 0) == 0
-        ]
 
     def amendments(self) -> list[list[Amendment]]:
         """Return the amendments in force after each amendment and undo, oldest state first."""

@@ -15,7 +15,7 @@ from shardkit.dataset.run_plans import Versions, recorded_plan_of
 from shardkit.dataset.samples import numbers_in
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.ledger import merge_journals
-from shardkit.ledger.decisions import DecisionLines, apply_decisions
+from shardkit.ledger.decisions import apply_decisions, recorded_decisions
 from shardkit.ledger.losses import Leg, Losses, read_losses
 from shardkit.plan import Plan
 
@@ -47,8 +47,7 @@ def losses_table(dataset: Any, run: str | os.PathLike[str]) -> pa.Table:
                 f"{run}: the recorded settings do not make the plan {leg.plan[:12]}…; run: shardkit audit {run}"
             )
         if plan.decided is not None:
-            lines = DecisionLines(documents, leg.plan, ledger.state.start.reached)
-            apply_decisions(plan, lines.at(leg.end))
+            apply_decisions(plan, recorded_decisions(documents, leg.plan))
         for first, end in itertools.pairwise(_borders(plan, leg)):
             batches += [
                 _batch(versions, plan, losses, at, min(end, at + _STEPS)) for at in range(first, end, _STEPS)

@@ -87,7 +87,6 @@ class Decision:
     weights: tuple[int, ...]  # one whole number per stratum
     drawn: tuple[int, ...]  # samples of each stratum that all lanes have drawn by the end of the stage
     losses: LossSums  # losses of stage − 2, given to the mixer
-    step: int = 0  # step after which it was journaled
     start: int = 0  # number of the start that made it
 
     @property
@@ -103,92 +102,22 @@ class Decision:
         """Return the decision of an event."""
         sums, counts = (np.array(event[name], dtype=np.int64) for name in ("sums", "counts"))
         return cls(
-            event["stage"], tuple(event["weights"]), tuple(event["drawn"]), LossSums(sums, counts), event["step"],
-            event["start"],
+            event["stage"], tuple(event["weights"]), tuple(event["drawn"]), LossSums(sums, counts), event["start"],
         )  # fmt: skip
 
 
-@dataclass
-class _Pass:
-    """Steps that rank 0 took without going back: from a start or a return to an earlier step on."""
-
-    begin: int  # first step
-    start: int  # number of the start
-    known: dict[int, Decision]  # stage → decision; those before `begin` are inherited
-    end: int = 0  # step after the last one
-    own: int = 0  # step after the last decision of its own; `begin` if there is none
-
-
-class DecisionLines:
-    """Decisions of a mixer about a plan, by the passes of the run over its steps.
-
-    A run that goes back decides again. Its earlier decisions stay in force for the steps that it took earlier and
-    does not take again: a start may continue from there.
+def recorded_decisions(events: Iterable[Mapping[str, Any]], plan: str) -> list[Decision]:
+    """Return the decisions about a plan, by stage from stage 2 on, up to the first one that is missing.
 
     Args:
         events: of a ledger, in order.
         plan: hex digest of the plan.
-        reached: for each start, the step after its highest one.
-        now: the step after the last one of the newest pass; None if the events and `reached` must do.
     """
-
-    def __init__(
-        self, events: Iterable[Mapping[str, Any]], plan: str, reached: Sequence[int], now: int | None = None
-    ) -> None:
-        self._passes: list[_Pass] = []
-        self._found: dict[tuple[int, int], list[Decision]] = {}
-        for event in events:
-            kind = event["kind"]
-            if kind == "start" or (kind == "rewind" and event["rank"] == 0):
-                self._close(reached, event["reached"] if kind == "rewind" else None)
-                self._begin(event["step"], event["start"])
-            elif kind == "fork":
-                for one in self._passes[:-1]:
-                    one.end = min(one.end, event["step"])
-            elif kind == DECISION and event["plan"] == plan:
-                self._decide(Decision.of(event), reached)
-        self._close(reached, now)
-
-    def at(self, step: int) -> list[Decision]:
-        """Return the decisions in force before a step, by stage from stage 2 on, of the newest pass that reached it."""
-        number, known = self._newest(step)
-        key = number, sum(one.step < step for one in known.values())
-        if key not in self._found:
-            found = self._found[key] = []
-            while (one := known.get(len(found) + 2)) is not None and one.step < step:
-                found.append(one)
-        return self._found[key]
-
-    def _newest(self, step: int) -> tuple[int, dict[int, Decision]]:
-        """Return number and decisions of the newest pass that reached a step, otherwise of the newest before."""
-        before = [number for number, one in enumerate(self._passes) if one.begin < step]
-        reaching = [number for number in before if self._passes[number].end >= step]
-        number = (reaching or before or [-1])[-1]
-        return number, {} if number < 0 else self._passes[number].known
-
-    def _begin(self, step: int, start: int) -> None:
-        known = {stage: one for stage, one in self._newest(step)[1].items() if one.step < step}
-        self._passes.append(_Pass(step, start, known, own=step))
-
-    def _decide(self, decision: Decision, reached: Sequence[int]) -> None:
-        last = self._passes[-1] if self._passes else None
-        is_next = last is not None and (last.own == last.begin or decision.stage - 1 in last.known)
-        if last is None or not is_next:  # it went forward, which is not recorded
-            self._close(reached, None if last is None else last.own)
-            self._begin(decision.step, decision.start)
-        self._passes[-1].known[decision.stage] = decision
-        self._passes[-1].own = decision.step + 1
-
-    def _close(self, reached: Sequence[int], end: int | None) -> None:
-        """Note the end of the newest pass. If it is not known, it reached its own last decision."""
-        if not self._passes:
-            return
-        last = self._passes[-1]
-        if end is None:
-            earlier = max((one.end for one in self._passes[:-1] if one.start == last.start), default=0)
-            end = reached[last.start] if last.start < len(reached) else 0
-            end = end if end > earlier else last.own
-        last.end = max(end, last.begin)
+    found: list[Decision] = []
+    for event in events:
+        if event["kind"] == DECISION and event["plan"] == plan and event["stage"] == len(found) + 2:
+            found.append(Decision.of(event))
+    return found
 
 
 class _Rows:

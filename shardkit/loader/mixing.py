@@ -21,11 +21,10 @@ from shardkit.errors import ConfigurationError, NotFoundError, StateError, Usage
 from shardkit.ledger import merge_journals
 from shardkit.ledger.decisions import (
     DECISION,
-    Decision,
-    DecisionLines,
     LossSums,
     MixHistory,
     apply_decisions,
+    recorded_decisions,
     recorded_sums,
 )
 from shardkit.ledger.losses import Leg, read_losses
@@ -53,8 +52,7 @@ class Mixing:
         self._every, self._strata = mixer.every, len(plan.population.strata)
         self._changed = threading.Condition()
         self._seeks = 0  # part of the keys
-        self._reached: int | None = None  # step after the last one delivered
-        self._begin(0, [])
+        self.seek(0)
 
     def _begin(self, step: int, losses: list[LossSums]) -> None:
         self._first = step
@@ -65,38 +63,26 @@ class Mixing:
         self._recorded: dict[int, LossSums] = {}  # by stage: losses of the steps before `_first`
 
     def seek(self, step: int) -> None:
-        """Continue at a step: restore the decisions and the losses that were recorded before it.
+        """Continue at a step, with all recorded decisions and the losses that were recorded before it.
 
         Raises:
             StateError: the run directory does not hold them.
         """
         self._seeks += 1
-        decisions = self._recorded_decisions(step) if step else []
+        events = merge_journals(self._run)[0].event_documents()
+        decisions = recorded_decisions(events, self._plan.digest)
         needed = self._made_before(step)
         if len(decisions) < needed:
             raise StateError(
                 f"{self._run} has {len(decisions)} decisions of the mixer before step {step}, expected {needed}; "
                 "resume in the directory of the run, and at a step that it has reached"
             )
-        decisions = decisions[:needed]
         with self._changed:
             apply_decisions(self._plan, decisions)
             self._begin(step, [one.losses for one in decisions])
             if step and self._leads and self._mixer.needs_losses:
-                self._read_recorded(step, needed)
+                self._read_recorded(step, len(decisions))
             self._changed.notify_all()
-
-    def _recorded_decisions(self, step: int) -> list[Decision]:
-        """Return the decisions that the run directory holds of the newest way to a step."""
-        ledger, merge = merge_journals(self._run)
-        end = max([ledger.next_step, *(one + 1 for one in merge.pending_steps()[-1:])])
-        if step > end:
-            raise StateError(
-                f"{self._run} has come to step {end}, and step {step} is behind it or belongs to a branch that the run "
-                "left: resume at a step that it has reached, or in another directory"
-            )
-        events = ledger.event_documents()
-        return DecisionLines(events, self._plan.digest, ledger.state.start.reached, self._reached).at(step)
 
     def _made_before(self, step: int) -> int:
         """Return the number of decisions that are made before a step is delivered."""
@@ -122,8 +108,8 @@ class Mixing:
 
     def note(self, step: int, samples: Int64s, slots: Int64s, losses: NDArray[np.float32]) -> None:
         """Add the losses of this rank's part of a step, one per row or one per cell."""
-        if step < self._first:
-            return
+        if step < max(self._first, (self._plan.mixture.decided - 2) * self._every):
+            return  # losses of a stage that has been used, or that an earlier start noted
         if len(losses) != len(samples):
             lanes = slots // self._plan.cell_size
             losses = np.repeat(losses, np.unique(lanes, return_counts=True)[1])
@@ -140,7 +126,6 @@ class Mixing:
             UsageError: losses of the stage before have not been noted.
             RunError: another rank has not come to this step in time.
         """
-        self._reached = step + 1
         stage, inside = divmod(step, self._every)
         if inside != self._every // 2 or not stage or self._plan.mixture.decided != stage + 1:
             return False

@@ -14,7 +14,7 @@ import pytest
 import shardkit
 from shardkit.audit import audit_run, load_run
 from shardkit.errors import ConfigurationError
-from shardkit.ledger.decisions import DecisionLines
+from shardkit.ledger.decisions import recorded_decisions
 from shardkit.telemetry.records import read_documents
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import Summary, train
@@ -68,7 +68,7 @@ def test_a_run_with_a_mixer_resumes_goes_back_and_is_audited(tmp_path: Path, tex
     start(tmp_path / "parts", texts, **exact)
     whole, parts = (load_run(tmp_path / name / "run") for name in ("whole", "parts"))
     assert whole.branch["digest"].tobytes() == parts.branch["digest"].tobytes()
-    decisions = DecisionLines(whole.events, whole.plans[0]["plan"], []).at(len(whole.branch))
+    decisions = recorded_decisions(whole.events, whole.plans[0]["plan"])
     assert len(decisions) == 9
     assert len({one.weights for one in decisions}) > 2
     told = output_of("audit", run, "--json")
