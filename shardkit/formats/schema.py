@@ -478,7 +478,7 @@ def decode_json(payload: bytes | memoryview, name: str) -> object:
         FormatError: The payload is not JSON, or nested too deep.
     """
     try:
-        return json.loads(str(payload, "utf-8"), parse_constant=_refuse_constant)
+        return _DECODER.decode(str(payload, "utf-8"))
     except RecursionError:
         raise FormatError(
             f"field {name!r}: JSON is nested too deep, expected at most {MAX_JSON_DEPTH}"
@@ -489,3 +489,6 @@ def decode_json(payload: bytes | memoryview, name: str) -> object:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # `json.loads` makes one for every value

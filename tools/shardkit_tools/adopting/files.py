@@ -437,16 +437,12 @@ class LabelRuns:
     _labels: list[tuple[str, ...]] = field(default_factory=list)  # values of each run
     _rows: list[int] = field(default_factory=list)  # rows of each run
 
-    def continues(self, labels: tuple[str, ...]) -> bool:
-        """Return True if a row with these values belongs to the last run."""
-        return self._labels[-1:] == [labels]
-
-    def add(self, labels: tuple[str, ...]) -> None:
-        """Count a row with these values."""
-        if not self.continues(labels):
+    def add(self, labels: tuple[str, ...], rows: int) -> None:
+        """Add rows with these values."""
+        if self._labels[-1:] != [labels]:
             self._labels.append(labels)
             self._rows.append(0)
-        self._rows[-1] += 1
+        self._rows[-1] += rows
 
     def checked(self, path: str) -> Runs:
         """Return the runs; raise SourceError if they are too short for blocks."""

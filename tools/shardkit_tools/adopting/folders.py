@@ -118,6 +118,7 @@ class _GroupScan:
     _size: int = 0  # bytes of the files of the current block
     _stored: bytearray = field(default_factory=bytearray)  # values of the current block
     _rows: list[list[tuple[int, int]]] = field(default_factory=list)
+    _labels: tuple[str, ...] = ()  # values of the axes in the current block
 
     def add(self, row: SourceSample, where: str) -> int:
         """Add a row, and return the bytes of its file.
@@ -127,9 +128,9 @@ class _GroupScan:
         """
         payloads = dict(zip(self.schema.stored, self.schema.encode(row.sample, where=where), strict=True))
         labels = tuple(label_text(self.schema[axis], row.sample[axis], where) for axis in self.runs.axes)
-        if self._files and (len(self._files) == self.block_rows or not self.runs.continues(labels)):
+        if self._files and (len(self._files) == self.block_rows or labels != self._labels):
             self._end_block()
-        self.runs.add(labels)
+        self._labels = labels
         self._rows.append([self._place(name, kind, payloads) for name, kind in self.schema.items()])
         data = payloads[self.own]
         self._files.append(data)
@@ -160,6 +161,7 @@ class _GroupScan:
         self._places.append(table)
         values = bytes(self._stored)
         self.blocks.add(b"".join([*self._files, values]), len(self._rows))
+        self.runs.add(self._labels, len(self._rows))
         self._pieces += [(len(data), 1) for data in self._files]
         if values:
             self._pieces.append((len(values), 0))

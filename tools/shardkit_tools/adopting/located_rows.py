@@ -125,10 +125,11 @@ class LocatedRows:
         self, raw: NDArray[np.uint8], table: NDArray[np.int64], kind: FieldType, name: str
     ) -> None:
         if kind.kind == "json":
+            view = raw.data
             for start, size in table.tolist():
-                decode_json(raw[start : start + size].data, name)
+                decode_json(view[start : start + size], name)
         elif kind.kind != "bytes":
-            tar_column(raw, table[:, 0], table[:, 1], kind, name, is_payload=self.is_payload[name])
+            tar_column(raw, table[:, 0], table[:, 1], kind, name, is_payload=self.is_payload.get(name, False))
 
     def columns(self) -> dict[str, Any]:
         """Return the values of `ShardIndex` that locate the fields."""

@@ -10,9 +10,10 @@ import io
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats import FieldType, Schema
@@ -30,9 +31,9 @@ from shardkit_tools.adopting.files import (
     label_text,
     smaller,
 )
-from shardkit_tools.adopting.located_rows import LocatedRows, locate_decimal, refuse_array
+from shardkit_tools.adopting.located_rows import LocatedRows, Span, locate_decimal, refuse_array
 from shardkit_tools.importers.numpy_arrays import read_header
-from shardkit_tools.importers.tar_members import members_and_damage
+from shardkit_tools.importers.tar_members import Member, members_and_damage
 from shardkit_tools.importers.webdataset import TarSample, check_fields, tar_samples
 
 _MAX_GAP_BYTES = (5 << 30) + (
@@ -53,15 +54,6 @@ class Tars(AdoptableFiles):
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         skip = self.importer.options.skip_bad_rows
         return _TarScan(task, self.schema, axes, block_bytes, report, skip).run()
-
-
-class _TarRow(NamedTuple):
-    """A sample: start offset, (offset, size) of each field's payload or member in the tar, and labels."""
-
-    key: str
-    start: int
-    fields: list[tuple[int, int]]  # in the order of the schema; the offset of a missing value is -1
-    labels: tuple[str, ...]
 
 
 class _HeldStream:
@@ -113,18 +105,16 @@ class _TarScan:
     block_rows: int | None = None  # None: the number in the first `block_bytes`, once these are read
 
     def __post_init__(self) -> None:
-        self.rows = self.position = 0
+        self.rows = 0
         self._keys: list[str] = []
-        self._block: list[_TarRow] = []  # rows of the current block
+        self._block: list[TarSample] = []  # samples of the current block
+        self._labels: tuple[str, ...] = ()  # their values of the axes
         self._runs = LabelRuns(self.axes)
         self._block_start = 0
         self._path = self.task.file.path
         self._types = dict(self.schema)  # faster than a mapping of Python
         self._optional = {name for name, kind in self.schema.items() if kind.optional}
-        # fields whose values are whole members
-        self._whole = {name for name, kind in self.schema.items() if kind.is_opaque and not kind.is_packed}
-        self._whole -= set(self.axes)
-        self._located = LocatedRows(self.schema, self._path, dict.fromkeys(self._whole, False))
+        self._located = LocatedRows(self.schema, self._path)
         self._failures: list[str] = []
 
     def run(self) -> ScannedFile:
@@ -132,22 +122,19 @@ class _TarScan:
         try:
             return self._read()
         except TooUnevenError:
-            self.report(len(self._block) - self.rows, -self.position)
+            self.report(len(self._block) - self.rows, -self._stream.position)
             return replace(self, block_rows=smaller(self.block_rows or 1)).run()
 
     def _read(self) -> ScannedFile:
         with FilePass(task=self.task) as self._blocks:
             most_bytes = _MAX_GAP_BYTES + MAX_UNEVEN * self.block_bytes
             self._stream = _HeldStream(self._blocks, self.report, most_bytes)
-            try:
-                end = self._read_rows()
-            finally:
-                self.position = self._stream.position
+            self._read_samples()
             if not self.rows and not self._failures:
                 raise SourceError(f"{self._path}: the tar holds no samples; leave it out")
             if self.rows:
-                self._end_block(end)
-            self._blocks.add_tail(self._stream.take(self._stream.position - end))
+                self._end_block(self._end)
+            self._blocks.add_tail(self._stream.take(self._stream.position - self._block_start))
             self._blocks.add_rest(self.report)  # after damage
             if not self.rows:
                 self._blocks.check()
@@ -157,118 +144,115 @@ class _TarScan:
         scanned = self._blocks.scanned(self.schema, self.block_rows or self.rows, runs, **columns)
         return replace(scanned, failures=tuple(self._failures))
 
-    # Rows
+    @property
+    def _end(self) -> int:
+        """Offset of the end of the last sample in the current block."""
+        return max(
+            (member.end for sample in self._block[-1:] for member in sample.members.values()), default=0
+        )
 
-    def _read_rows(self) -> int:
-        """Read to the end, or to damage if bad samples are left out; return the end of the last sample."""
-        end = 0
+    def _read_samples(self) -> None:
+        """Read to the end, or to damage if bad samples are left out."""
+        members = members_and_damage(self._stream, self._path, one_name=True, skip=self.skip)
         try:
-            members = members_and_damage(self._stream, self._path, one_name=True, skip=self.skip)
             for sample in tar_samples(members, self._path):
-                row = self._good_row(sample)
-                if row is None:
+                labels = self._labels_of(sample)
+                if labels is None:
                     continue
-                end = [member.end for _, member in sample.members.values()][-1]
-                if self.block_rows is None and row.start >= self.block_bytes:
+                start = next(iter(sample.members.values())).start
+                if self.block_rows is None and start >= self.block_bytes:
                     self.block_rows = max(1, self.rows)  # depends only on the tar
-                self._place(row)
+                if self._block and (len(self._block) == self.block_rows or labels != self._labels):
+                    self._end_block(start)
+                if len(self._block) > 1 and start - self._block_start > MAX_UNEVEN * self.block_bytes:
+                    raise TooUnevenError
+                self._block.append(sample)
+                self._keys.append(sample.key)
+                self._labels, self.rows = labels, self.rows + 1
         except SourceError as error:
             if not self.skip:
                 raise
-            self._failures.append(f"{error}; its samples are read up to byte {end}")
-        return end
+            self._failures.append(f"{error}; its samples are read up to byte {self._end}")
 
-    def _good_row(self, sample: TarSample) -> _TarRow | None:
-        """Return the row of a sample; None if it is left out."""
+    def _labels_of(self, sample: TarSample) -> tuple[str, ...] | None:
+        """Return the values of the axes; None if the sample is left out."""
         if sample.is_torn and sample.members.keys() != self._types.keys():
             return None
         try:
             if sample.error is not None:
                 raise sample.error
-            row = self._row(sample)
+            if sample.members.keys() != self._types.keys():
+                check_fields(
+                    sample.members, self.schema, f"{self._path} sample {sample.key!r}", self._optional
+                )
             # a block of this tar has as many rows as any other, so a bad one is found before it is in a block
-            for name, (offset, size) in zip(self._types, row.fields, strict=True) if self.skip else ():
-                if offset < 0:
-                    continue
-                data, at = sample.members[name][1].data, sample.members[name][1].offset
-                raw = np.frombuffer(data, np.uint8)
-                self._located.check_value(raw, (offset - at, size), name, f"sample {sample.key!r}")
+            for name, member in sample.members.items() if self.skip else ():
+                raw, span = np.frombuffer(member.data, np.uint8), self._locate(name, member)
+                self._located.check_value(raw, span, name, f"sample {sample.key!r}")
+            return tuple([self._label(sample, axis) for axis in self.axes])
         except SourceError as error:
             if not self.skip:
                 raise
             self._failures.append(str(error))
             return None
-        self._keys.append(sample.key)
-        return row
 
-    def _row(self, sample: TarSample) -> _TarRow:
-        if sample.members.keys() != self._types.keys():
-            check_fields(sample.members, self.schema, f"{self._path} sample {sample.key!r}", self._optional)
-        fields: dict[str, tuple[int, int]] = {}
-        labels = {}
-        for name, (extension, member) in sample.members.items():
-            if name in self._whole:
-                fields[name] = member.offset, len(member.data)
-                continue
-            where, kind = f"{self._path} member {member.name!r}", self._types[name]
-            skipped, size, is_payload = _locate(kind, extension.rpartition(".")[2], member.data, where)
-            if self._located.is_payload.setdefault(name, is_payload) != is_payload:
-                raise SourceError(
-                    f"{where}: the field {name!r} is .npy in some samples only; {BUILD_INSTEAD}"
-                )
-            fields[name] = (member.offset + skipped, size)
-            if name in self.axes:
-                value = _axis_value(kind, member.data[skipped : skipped + size], is_payload=is_payload)
-                labels[name] = label_text(kind, value, where)
-        if len(labels) < len(self.axes):
-            lacking = next(axis for axis in self.axes if axis not in labels)
+    def _label(self, sample: TarSample, axis: str) -> str:
+        member, kind = sample.members.get(axis), self._types[axis]
+        if member is None:
             raise SourceError(
-                f"{self._path} sample {sample.key!r}: no value of {lacking}, which samples are stratified by; add it, "
+                f"{self._path} sample {sample.key!r}: no value of {axis}, which samples are stratified by; add it, "
                 "or adopt without --stratify"
             )
-        places = [fields.get(name, (-1, 0)) for name in self._types]
-        start = next(member.start for _, member in sample.members.values())
-        return _TarRow(sample.key, start, places, tuple(labels[axis] for axis in self.axes))
+        skipped, size = self._locate(axis, member)
+        value = _axis_value(
+            kind, member.data[skipped : skipped + size], is_payload=self._located.is_payload[axis]
+        )
+        return label_text(kind, value, f"{self._path} member {member.name!r}")
 
-    def _place(self, row: _TarRow) -> None:
-        if self._block and (len(self._block) == self.block_rows or not self._runs.continues(row.labels)):
-            self._end_block(row.start)
-        if len(self._block) > 1 and row.start - self._block_start > MAX_UNEVEN * self.block_bytes:
-            raise TooUnevenError
-        self._runs.add(row.labels)
-        self._block.append(row)
-        self.rows += 1
-
-    # Blocks
+    def _locate(self, name: str, member: Member) -> Span:
+        """Return (bytes to skip, size) of the value inside a member."""
+        kind, where = self._types[name], f"{self._path} member {member.name!r}"
+        is_payload = not kind.is_opaque and member.name.lower().endswith(".npy")
+        if self._located.is_payload.setdefault(name, is_payload) != is_payload:
+            raise SourceError(f"{where}: the field {name!r} is .npy in some samples only; {BUILD_INSTEAD}")
+        if kind.is_packed:
+            raise SourceError(f"{where}: {kind} cannot be read where it lies; {BUILD_INSTEAD}")
+        if kind.is_opaque:
+            return 0, member.size
+        if is_payload:
+            header = read_header(io.BytesIO(member.data), where, member.size, has_rows=False)
+            note = ", column by column (Fortran order)" * header.columns_first
+            refuse_array(kind, header.dtype, header.shape, note, where)
+            return header.offset, member.size - header.offset
+        if kind.kind != "scalar" or kind.numpy_dtype.kind == "f":
+            raise SourceError(
+                f"{where}: cannot be read as {kind} where it lies, only .npy can; {BUILD_INSTEAD}"
+            )
+        return locate_decimal(member.data, where)
 
     def _end_block(self, end: int) -> None:
         """Close the block, which extends from the end of the last one to `end`."""
-        size = end - self._block_start
-        data = self._stream.take(size)
+        data = self._stream.take(end - self._block_start)
         self._blocks.add(data, len(self._block))
+        self._runs.add(self._labels, len(self._block))
         self.report(len(self._block), 0)
-        fields = np.array([row.fields for row in self._block], np.int64)
-        starts = fields[:, :, 0]
-        fields[:, :, 0] = np.where(starts < 0, 0, starts - self._block_start)
-        self._located.add(data, fields, lambda row: f"sample {self._block[row].key!r}")
+        table = np.stack([self._spans(name, kind) for name, kind in self._types.items()], 1)
+        self._located.add(data, table, lambda row: f"sample {self._block[row].key!r}")
         self._block_start = end
         self._block = []
 
-
-def _locate(kind: FieldType, suffix: str, data: bytes, where: str) -> tuple[int, int, bool]:
-    """Return (bytes to skip, size, is_payload) of the value inside a member."""
-    if kind.is_packed:
-        raise SourceError(f"{where}: {kind} cannot be read where it lies; {BUILD_INSTEAD}")
-    if kind.is_opaque:
-        return 0, len(data), False
-    if suffix == "npy":
-        header = read_header(io.BytesIO(data), where, len(data), has_rows=False)
-        note = ", column by column (Fortran order)" * header.columns_first
-        refuse_array(kind, header.dtype, header.shape, note, where)
-        return header.offset, len(data) - header.offset, True
-    if kind.kind != "scalar" or kind.numpy_dtype.kind == "f":
-        raise SourceError(f"{where}: cannot be read as {kind} where it lies, only .npy can; {BUILD_INSTEAD}")
-    return (*locate_decimal(data, where), False)
+    def _spans(self, name: str, kind: FieldType) -> NDArray[np.int64]:
+        """Locate the values of a field in the current block: (rows, offset and size), 0 for missing ones."""
+        members = [sample.members.get(name) for sample in self._block]
+        is_member = kind.is_opaque and not kind.is_packed
+        places = []
+        for member in members:
+            if member is None:
+                places.append((0, 0))
+            else:
+                skipped, size = (0, member.size) if is_member else self._locate(name, member)
+                places.append((member.offset - self._block_start + skipped, size))
+        return np.array(places, np.int64)
 
 
 def _axis_value(kind: FieldType, data: bytes, *, is_payload: bool) -> int | str:

@@ -10,25 +10,28 @@ refused, never skipped.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 from urllib.parse import unquote
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats.compression import PACKED_HEADS
+from shardkit.formats.tar_members import padded
 from shardkit_tools.importers.source_files import MEDIA
 
 _BLOCK = 512
 _MAX_HEADER_BYTES = 1 << 20  # limit for a long name or a pax header; honest ones have a few hundred bytes
 _MAX_MEMBER_BYTES = 5 << 30  # the largest sample that fits in a shard
 _PIECE_BYTES = 16 << 20
-_BUFFER_BYTES = 1 << 20  # read ahead
+_BUFFER_BYTES = 1 << 20
 _FEW_HEADERS = 32
 _USTAR = np.frombuffer(b"ustar\0", np.uint8)
-_OCTAL_PLACES = 8 ** np.arange(5, -1, -1)
+_OCTAL_PLACES = 8 ** np.arange(10, -1, -1)
 _PLAIN_NAMES = re.compile(
     rb"(?:[\w ()+,=@~-][\w ()+,=@~.-]*(?:/[\w ()+,=@~-][\w ()+,=@~.-]*)*(?:\n(?!\Z)|\Z))*"
 )
@@ -77,10 +80,26 @@ class Member(NamedTuple):
     """A file in a tar."""
 
     name: str  # path inside the tar, with `/`, never absolute or with `..`
-    data: bytes  # content
-    start: int = 0  # offset of its first header
-    offset: int = 0  # offset of its content
-    end: int = 0  # offset of the end of its padding
+    buffer: bytes  # bytes of the tar that contain the content
+    begin: int  # offset of the content in them
+    size: int  # bytes of the content
+    start: int  # offset in the tar of its first header
+    offset: int  # offset in the tar of its content
+
+    @property
+    def data(self) -> bytes:
+        """The content."""
+        return self.buffer[self.begin : self.begin + self.size]
+
+    @property
+    def end(self) -> int:
+        """Offset in the tar of the end of its padding."""
+        return self.offset + padded(self.size)
+
+    @property
+    def extension(self) -> str:
+        """What follows the first dot of the file name, in lower case."""
+        return self.name.rpartition("/")[2].partition(".")[2].lower()
 
 
 def field_of(extension: str) -> str:
@@ -101,30 +120,34 @@ def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = Fals
 def members_and_damage(
     stream: BinaryIO | Stream, where: str, *, one_name: bool = False, skip: bool = False
 ) -> Iterator[Member | SourceError]:
-    """Yield the members of a tar, read from its first byte to its end, and the errors of parts that cannot be read.
+    """Yield the members of a tar; with `skip`, yield the error of a damaged header if a valid one follows.
 
-    An error is last, unless `skip` is true, a header is damaged, and a valid one follows.
+    Raises:
+        SourceError: The rest of the tar cannot be read.
     """
     reader = _Reader(stream, where, one_name=one_name)
-    is_read = True
-    while is_read:
-        is_read = False
+    while True:
         try:
             yield from reader.members()
         except _DamagedHeaderError as error:
             start = reader.find_header() if skip else None
-            is_read = start is not None
-            yield SourceError(f"{error}; the members up to byte {start} are lost") if is_read else error
-        except SourceError as error:
-            yield error
+            if start is None:
+                raise
+            yield SourceError(f"{error}; the members up to byte {start} are lost")
+        else:
+            return
 
 
 class _Headers(NamedTuple):
-    """Headers of members that follow one another."""
+    """Headers of members that follow one another in memory."""
 
     names: list[bytes]
-    # of the first header and of the own one, and size of the content
-    places: tuple[list[int], list[int], list[int]]
+    starts: NDArray[np.int64]  # offset of the first header of each
+    offsets: NDArray[np.int64]  # of the content
+    sizes: NDArray[np.int64]  # bytes of the content
+
+
+_NO_HEADERS = _Headers([], *[np.empty(0, np.int64)] * 3)
 
 
 def plain_headers(data: bytes, start: int, most: int) -> _Headers:
@@ -135,46 +158,37 @@ def plain_headers(data: bytes, start: int, most: int) -> _Headers:
     ones, are read one by one.
     """
     heads: list[int] = []
-    sizes: list[int] = []
     at, end = start, len(data) - _BLOCK
     with contextlib.suppress(ValueError):
-        while at <= end and len(heads) < most:
-            size = int(data[at + 124 : at + 135], 8)
-            if size < 0:
-                break
+        while start <= at <= end and len(heads) < most:
             heads.append(at)
-            sizes.append(size)
-            at += _BLOCK + size + -size % _BLOCK
-    while heads and heads[-1] + _BLOCK + sizes[-1] + -sizes[-1] % _BLOCK > len(data):
-        heads.pop()
-        sizes.pop()
+            at += (int(data[at + 124 : at + 135], 8) + 2 * _BLOCK - 1) & -_BLOCK
     if not heads:
-        return _Headers([], ([], [], []))
-    places = np.array(heads)
-    table = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), _BLOCK)[places]
+        return _NO_HEADERS
+    borders = np.array([*heads, at], np.int64)
+    table = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), _BLOCK)[borders[:-1]]
+    size = table[:, 124:135] - np.uint8(ord("0"))
+    checksum = table[:, 148:154] - np.uint8(ord("0"))
     kinds = table[:, 156]
     is_time = kinds == ord("x")
-    checksum = table[:, 148:154] - np.uint8(ord("0"))
-    totals = table.sum(axis=1, dtype=np.int64) - table[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 0x20
-    plain = ((table[:, 124:135] - np.uint8(ord("0"))) < 8).all(axis=1) & ((table[:, 135] & 0xDF) == 0)
+    totals = table.sum(axis=1, dtype=np.uint32) - table[:, 148:156].sum(axis=1, dtype=np.uint32) + 8 * 0x20
+    plain = (borders[1:] <= len(data)) & (size < 8).all(axis=1) & ((table[:, 135] & 0xDF) == 0)
     plain &= (checksum < 8).all(axis=1) & ((table[:, 154:156] & 0xDF) == 0).all(axis=1)
-    plain &= checksum @ _OCTAL_PLACES == totals
+    plain &= checksum @ _OCTAL_PLACES[-6:] == totals
     plain &= is_time | (kinds == ord("0")) | (kinds == 0) | (kinds == ord("7"))
     plain &= (table[:, 345] == 0) | (table[:, 257:263] != _USTAR).any(axis=1)
+    sizes = size @ _OCTAL_PLACES
     for place in np.flatnonzero(is_time & plain).tolist():
-        content = heads[place] + _BLOCK
-        record = _TIME_RECORD.fullmatch(data, content, content + sizes[place])
-        plain[place] = record is not None and int(record[1]) == sizes[place]
+        content, length = heads[place] + _BLOCK, int(sizes[place])
+        record = _TIME_RECORD.fullmatch(data, content, content + length)
+        plain[place] = record is not None and int(record[1]) == length
     plain[1:] &= ~(is_time[1:] & is_time[:-1])
     count = len(heads) if bool(plain.all()) else int(np.argmin(plain))
     count -= count > 0 and bool(is_time[count - 1])  # its member is not there
     own = np.flatnonzero(~is_time[:count])
     first = own - (is_time[own - 1] & (own > 0))
     names = table[own, :100].copy().view("S100").ravel().tolist()
-    return _Headers(
-        [name.partition(b"\0")[0] for name in names],
-        (places[first].tolist(), places[own].tolist(), np.array(sizes)[own].tolist()),
-    )
+    return _Headers(names, borders[first], borders[own] + _BLOCK, sizes[own])
 
 
 class _Reader:
@@ -234,7 +248,7 @@ class _Reader:
                 self._refuse(f"member {name!r} is {what}; only files and folders can be imported")
             name, offset = self._checked_name(name), self._at
             data = self._data(size, f"member {name!r}")
-            yield Member(name, data, start, offset, self._at)
+            yield Member(name, data, 0, size, start, offset)
             start = self._at
 
     def _plain_members(self) -> Iterator[Member]:
@@ -250,12 +264,18 @@ class _Reader:
         count = len(heads.names)
         self._skip = 0 if count or self._most > _FEW_HEADERS else _FEW_HEADERS
         self._most = 2 * count + _FEW_HEADERS
-        are_plain = _PLAIN_NAMES.fullmatch(b"\n".join(heads.names)) is not None
-        for name, start, head, size in zip(heads.names, *heads.places, strict=True):
-            text = name.decode() if are_plain else self._checked_name(self._text(name))
-            content, end = head + _BLOCK, head + _BLOCK + size + -size % _BLOCK
-            self._next, self._at = end, origin + end
-            yield Member(text, data[content : content + size], origin + start, origin + content, origin + end)
+        joined = b"\n".join(heads.names)
+        names: Iterable[str] = (
+            joined.decode().split("\n")
+            if _PLAIN_NAMES.fullmatch(joined)
+            else (self._checked_name(self._text(name.partition(b"\0")[0])) for name in heads.names)
+        )
+        if count:
+            self._next = int(heads.offsets[-1] + padded(int(heads.sizes[-1])))
+            self._at = origin + self._next
+        columns = (heads.offsets, heads.sizes, heads.starts + origin, heads.offsets + origin)
+        values = (column.tolist() for column in columns)
+        yield from map(Member._make, zip(names, itertools.repeat(data), *values, strict=False))
 
     def _header(self, header: bytes) -> tuple[bytes, str, int]:
         """Return (kind, name, size)."""

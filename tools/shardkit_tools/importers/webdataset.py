@@ -19,8 +19,8 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
@@ -87,8 +87,10 @@ class WebDatasetImporter(FileImporter):
                 if not self.options.unchecked:
                     check_fields(members, types, where, optional)
                 sample = {
-                    name: read(extension, types.get(name, MIXED), member.data, f"{where} .{extension}")
-                    for name, (extension, member) in members.items()
+                    name: read(
+                        member.extension, types.get(name, MIXED), member.data, f"{where} .{member.extension}"
+                    )
+                    for name, member in members.items()
                 }
             except SourceError as error:
                 yield SourceFailure(file.name, found.row, error)
@@ -116,15 +118,15 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
     for where, members in itertools.islice(_first_samples(source, options), _SCAN_SAMPLES):
         scanned += 1
         counts.update(members.keys())
-        for name, (extension, member) in members.items():
+        for name, member in members.items():
             if not options.keeps(name):
                 left_out[name] = None
             elif name in options.field_types:
                 types[name] = options.field_types[name]
             else:
                 try:
-                    found = field_type_of(extension, member.data, f"{where} .{extension}")
-                    types[name] = _common_type(types.get(name, found), found, f"{where} .{extension}")
+                    found = field_type_of(member.extension, member.data, f"{where} .{member.extension}")
+                    types[name] = _common_type(types.get(name, found), found, f"{where} .{member.extension}")
                 except SourceError:
                     if not options.unchecked:
                         raise
@@ -158,9 +160,7 @@ def _keys(source: Source, options: ImportOptions) -> str:
     return "source"
 
 
-def _first_samples(
-    source: Source, options: ImportOptions
-) -> Iterator[tuple[str, Mapping[str, tuple[str, Member]]]]:
+def _first_samples(source: Source, options: ImportOptions) -> Iterator[tuple[str, Mapping[str, Member]]]:
     """Yield the samples for inference; with `skip_bad_rows`, those before the damage of a damaged tar."""
     skip = options.skip_bad_rows
     for file in source.files:
@@ -287,8 +287,7 @@ class TarSample:
 
     key: str
     row: int  # number in the tar
-    # field → (extension in lower case, member)
-    members: dict[str, tuple[str, Member]] = field(default_factory=dict)
+    members: dict[str, Member]  # by field
     error: SourceError | None = None  # why the sample, or all in a damaged part (row -1), cannot be read
     is_torn: bool = False  # it is next to a damaged part, so members may be missing
 
@@ -316,7 +315,7 @@ def tar_samples(
     not read. Members of fields that `keeps` is false for may have any format.
 
     Args:
-        members: members and the errors of damaged parts between them, as `members_and_damage` yields them.
+        members: members, and errors of damaged parts between them, as `members_and_damage` yields them.
         path: name of the tar, for messages.
         keeps: tells which fields are imported.
 
@@ -326,70 +325,53 @@ def tar_samples(
     keys: set[str] = set()
     fields: dict[str, tuple[str, str]] = {}  # extension → field, and why its members are not read, or ""
     rows = itertools.count()
-    key: str | None = None
-    damage: SourceError | None = None
-    for run in _runs(members):
-        if damage is not None:
-            yield TarSample("", -1, {}, damage)
-        damage = run if isinstance(run, SourceError) else None
-        if isinstance(run, SourceError):
-            continue
-        before, key = key, run.key
-        sample = TarSample(key, next(rows), is_torn=run.is_torn)
-        is_rest = run.is_torn and key == before  # its first members are before a damaged part
-        if key in keys and not is_rest:
-            sample.error = SourceError(
-                f"{path} member {run.members[0][1].name!r}: the sample {key!r} appears a second time in the tar: its "
-                "members are not next to each other, or two samples have one name; write the tar again sorted by name "
-                "(tar --sort=name), or rename one"
-            )
-        keys.add(key)
-        for extension, member in run.members:
-            name, why = fields.get(extension) or fields.setdefault(extension, _field_facts(extension, keeps))
-            if name in sample.members:
-                why = f"a second member for the field {name!r} of one sample; rename or remove one"
+    sample: TarSample | None = None
+    key, is_torn = "", False  # of the last sample; whether a damaged part precedes the next
+    try:
+        for member in members:
+            if isinstance(member, SourceError):
+                yield from _torn(sample)
+                yield TarSample("", -1, {}, member)
+                sample, is_torn = None, True
+                continue
+            name = member.name
+            start = name.rfind("/") + 1
+            dot = name.find(".", start)
+            if dot == start or (is_torn and not _is_own_name(name)):
+                continue
+            own = name if dot < 0 else name[:dot]
+            if sample is None or own != key:
+                if sample is not None:
+                    yield sample
+                is_rest = is_torn and own == key  # its first members are before a damaged part
+                key = own
+                sample, is_torn = TarSample(key, next(rows), {}, None, is_torn), False
+                if key in keys and not is_rest:
+                    sample.error = SourceError(
+                        f"{path} member {name!r}: the sample {key!r} appears a second time in the tar: its members are "
+                        "not next to each other, or two samples have one name; write the tar again sorted by name "
+                        "(tar --sort=name), or rename one"
+                    )
+                keys.add(key)
+            extension = name[len(own) + 1 :].lower()
+            field, why = fields.get(extension) or fields.setdefault(extension, _field_facts(extension, keeps))
+            if field in sample.members:
+                why = f"a second member for the field {field!r} of one sample; rename or remove one"
             if why and sample.error is None:
-                sample.error = SourceError(f"{path} member {member.name!r}: {why}")
-            sample.members[name] = (extension, member)
+                sample.error = SourceError(f"{path} member {name!r}: {why}")
+            sample.members[field] = member
+    except SourceError:
+        yield from _torn(sample)
+        raise
+    if sample is not None:
         yield sample
-    if damage is not None:
-        raise damage
 
 
-class _Run(NamedTuple):
-    """Members that follow one another and share a key."""
-
-    key: str
-    members: list[tuple[str, Member]]  # (extension in lower case, member)
-    is_torn: bool  # see `TarSample`
-
-
-def _runs(members: Iterable[Member | SourceError]) -> Iterator[_Run | SourceError]:
-    """Yield members by key, without hidden ones, and the errors of damaged parts between them."""
-    run: _Run | None = None
-    is_after_damage = False
-    for member in members:
-        if isinstance(member, SourceError):
-            if run is not None:
-                yield run._replace(is_torn=True)
-            yield member
-            run, is_after_damage = None, True
-            continue
-        begin = member.name.rfind("/") + 1
-        dot = member.name.find(".", begin)
-        if dot == begin or (is_after_damage and not _is_own_name(member.name)):
-            continue
-        if dot < 0:
-            yield _Run(member.name, [("", member)], is_torn=False)
-            continue
-        key = member.name[:dot]
-        if run is None or run.key != key:
-            if run is not None:
-                yield run
-            run, is_after_damage = _Run(key, [], is_after_damage), False
-        run.members.append((member.name[dot + 1 :].lower(), member))
-    if run is not None:
-        yield run
+def _torn(sample: TarSample | None) -> Iterator[TarSample]:
+    """Yield the sample before a damaged part, if there is one."""
+    if sample is not None:
+        sample.is_torn = True
+        yield sample
 
 
 def _is_own_name(name: str) -> bool:
