@@ -33,14 +33,14 @@ class Arrays(AdoptableFiles):
     @classmethod
     def of(cls, importer: NumpyImporter) -> Arrays:
         """Return the parts of one array."""
-        arrays = importer.arrays.values()
+        arrays = [one for (one,) in importer.arrays.values()]
         for one in arrays:
             _check_array(one, importer.schema[one.field])
         return cls(importer, tuple(one.header.shape[0] for one in arrays))
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read a file from start to end; memory holds one block and its checksums."""
-        array = self.importer.arrays[task.file]
+        (array,) = self.importer.arrays[task.file]
         rows, row_bytes = array.header.shape[0], array.header.row_bytes
         block_rows = max(1, block_bytes // row_bytes)
         with FilePass(task=task) as blocks:
@@ -76,15 +76,15 @@ class Archives(AdoptableFiles):
     @classmethod
     def of(cls, importer: ArchiveImporter) -> Archives:
         """Return the archives of an importer."""
-        for file, arrays in importer.archives.items():
+        for file, arrays in importer.arrays.items():
             for one in arrays:
                 _check_array(one, importer.schema[one.field])
             check_block_size(file.path, "the archive", file.size, MAX_WHOLE_BYTES)
-        return cls(importer, tuple(arrays[0].header.shape[0] for arrays in importer.archives.values()))
+        return cls(importer, tuple(arrays[0].header.shape[0] for arrays in importer.arrays.values()))
 
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read an archive from start to end; memory holds the archive."""
-        file, arrays = task.file, self.importer.archives[task.file]
+        file, arrays = task.file, self.importer.arrays[task.file]
         rows = arrays[0].header.shape[0]
         with FilePass(task=task) as blocks:
             data = blocks.read(file.size + 1)

@@ -82,7 +82,7 @@ from shardkit_tools.building.passes import (
 )
 from shardkit_tools.building.source_digests import SourceDigests, shared_files, warn_of_replacement
 from shardkit_tools.importers.folder import FolderLayout, split_notes
-from shardkit_tools.importers.numpy_arrays import RowsImporter
+from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import Importer
 from shardkit_tools.transforms import TransformedImporter
 
@@ -497,4 +497,4 @@ def build(settings: BuildSettings) -> BuildResult:
 def _is_copied(importer: Importer) -> bool:
     """Return True if reading the rows is mostly copying: large rows of arrays."""
     sizes = [kind.item_bytes or 0 for kind in importer.schema.values()]
-    return isinstance(importer, RowsImporter) and sum(sizes) >= _LIGHT_ROW_BYTES
+    return isinstance(importer, NumpyImporter) and sum(sizes) >= _LIGHT_ROW_BYTES

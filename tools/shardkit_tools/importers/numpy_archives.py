@@ -10,20 +10,19 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from shardkit.errors import ShardkitError, SourceError
 from shardkit_tools.importers.numpy_arrays import (
     PIECE_BYTES,
     ArrayFile,
-    Rows,
-    RowsImporter,
+    NumpyImporter,
     check_rows,
     read_header,
 )
-from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
+from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
 from shardkit_tools.importers.source_files import check_suffixes, open_each, open_file
 
 _DAMAGED = (
@@ -34,56 +33,53 @@ _LOCAL_HEADER_BYTES = 30  # before the name of a member
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArchiveImporter(RowsImporter):
+class ArchiveImporter(NumpyImporter):
     """NumPy archives as a source, each one task: compressed data is read from its start."""
 
     name: str = "npz"
-    archives: Mapping[SourceFile, tuple[ArrayFile, ...]]
-    """The imported arrays of each file."""
+    arrays: Mapping[SourceFile, Sequence[ArchiveMember]]
+
+
+@dataclass(frozen=True)
+class ArchiveMember(ArrayFile):
+    """An array of an archive."""
 
     @contextmanager
-    def _open(self, task: SourceTask) -> Iterator[tuple[SourceFile, range, Mapping[str, Rows]]]:
-        (file,) = task.files
-        arrays = self.archives[file]
-        with _open_archive(file) as members, ExitStack() as stack:
-            readers = {one.field: _rows_of(one, members, stack) for one in arrays}
-            yield file, range(arrays[0].header.shape[0]), readers
+    def open(self) -> Iterator[IO[bytes]]:
+        with (
+            _open_archive(self.file) as members,
+            _naming(self.file, self.member),
+            self.open_checked(members) as stream,
+        ):
+            yield stream
+
+    def open_checked(self, members: zipfile.ZipFile) -> IO[bytes]:
+        """Check the CRC of the array, and open it at its rows."""
+        with members.open(self.member) as whole:
+            while whole.read(PIECE_BYTES):
+                pass
+        stream, where = members.open(self.member), f"{self.file.path}: {self.member}"
+        if read_header(stream, where, members.getinfo(self.member).file_size) != self.header:
+            raise SourceError(f"{where}: changed since it was listed; build again when nothing writes it")
+        return stream
 
 
-def _rows_of(array: ArrayFile, members: zipfile.ZipFile, stack: ExitStack) -> Rows:
-    """Return a reader of a member's rows, open as long as the stack; its CRC is checked first."""
-    where, size = f"{array.file.path}: {array.member}", members.getinfo(array.member).file_size
-    with _naming(array.file, array.member), members.open(array.member) as whole:
-        while whole.read(PIECE_BYTES):
-            pass
-    stream = stack.enter_context(members.open(array.member))
-    if read_header(stream, where, size) != array.header:
-        raise SourceError(f"{where}: changed since it was listed; build again when nothing writes it")
-
-    def read(length: int) -> bytes:
-        with _naming(array.file, array.member):
-            return stream.read(length)
-
-    return Rows(array.header, where, read)
-
-
-def stored_spans(data: bytes, arrays: Sequence[ArrayFile]) -> dict[str, tuple[int, int]] | None:
+def stored_spans(data: bytes, arrays: Sequence[ArchiveMember]) -> dict[str, tuple[int, int]] | None:
     """Return the (start, stop) of the rows of each field in the bytes of an archive, after a check of its CRCs.
 
     None if a member is compressed.
     """
     spans: dict[str, tuple[int, int]] = {}
-    with _open_archive(arrays[0].file, io.BytesIO(data)) as members, ExitStack() as stack:
+    with _open_archive(arrays[0].file, io.BytesIO(data)) as members:
         for one in arrays:
-            with _naming(one.file, one.member):
+            with _naming(one.file, one.member), one.open_checked(members):
                 member = members.getinfo(one.member)
-                if member.compress_type != zipfile.ZIP_STORED:
-                    return None
-                _rows_of(one, members, stack)
                 # the header before a member has a size of its own: APPNOTE.TXT, section 4.3.7
                 sizes = struct.unpack_from("<HH", data, member.header_offset + _LOCAL_HEADER_BYTES - 4)
-                start = member.header_offset + _LOCAL_HEADER_BYTES + sum(sizes) + one.header.offset
-                spans[one.field] = start, start + one.header.shape[0] * one.header.row_bytes
+            if member.compress_type != zipfile.ZIP_STORED:
+                return None
+            start = member.header_offset + _LOCAL_HEADER_BYTES + sum(sizes) + one.header.offset
+            spans[one.field] = start, start + one.header.shape[0] * one.header.row_bytes
     return spans
 
 
@@ -107,7 +103,7 @@ def open_archives(source: Source, options: ImportOptions) -> ArchiveImporter:
         source=source,
         fields=options.schema(types, source.given, names=names),
         options=options,
-        archives=archives,
+        arrays=archives,
     )
 
 
@@ -115,7 +111,9 @@ def _type_list(types: Mapping[str, str]) -> str:
     return ", ".join(f"{field} {kind}" for field, kind in types.items())
 
 
-def _read_archive(file: SourceFile, options: ImportOptions) -> tuple[tuple[ArrayFile, ...], dict[str, str]]:
+def _read_archive(
+    file: SourceFile, options: ImportOptions
+) -> tuple[tuple[ArchiveMember, ...], dict[str, str]]:
     """Return the imported arrays of an archive, and field → member name of all its arrays."""
     arrays = []
     with _open_archive(file) as members:
@@ -125,7 +123,7 @@ def _read_archive(file: SourceFile, options: ImportOptions) -> tuple[tuple[Array
                 with _naming(file, member), members.open(member) as stream:
                     size = members.getinfo(member).file_size
                     header = read_header(stream, f"{file.path}: {member}", size)
-                arrays.append(ArrayFile(field, file, header, member))
+                arrays.append(ArchiveMember(field, file, header, member))
     if not arrays:
         options.schema({}, file.path, names=fields)  # raises an error that lists the fields
     check_rows(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -87,40 +87,59 @@ def array_type(dtype: np.dtype[np.generic], shape: Sequence[int]) -> str:
     return f"{name}[{','.join(map(str, shape))}]" if shape else name
 
 
-@dataclass
-class Rows:
-    """A reader of the rows of an array, in order."""
+@dataclass(frozen=True)
+class ArrayFile:
+    """A file whose rows become a field."""
 
+    field: str
+    file: SourceFile
     header: ArrayHeader
-    where: str  # name for messages
-    read: Callable[[int], bytes]  # returns the next bytes of the data, fewer at its end
-    whole: NDArray[np.generic] | None = None  # the array, if it need not be read
-    at: int = 0  # next row
+    member: str = ""  # name in an archive
 
-    def __post_init__(self) -> None:
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Open the file at the first byte of its rows."""
+        with open_file(self.file) as stream:
+            stream.seek(self.header.offset)
+            yield stream
+
+    def rows(self, starts: range) -> Iterator[NDArray[Any]]:
+        """Yield the rows from each start to the next one, or to the stop, as new arrays."""
         head = self.header
-        if head.columns_first and self.whole is None:
-            data = self._read(head.row_bytes * head.shape[0])
-            self.whole = np.frombuffer(data, head.dtype).reshape(head.shape, order="F")
+        counts = [min(starts.step, starts.stop - start) for start in starts]
+        with self.open() as stream:
+            if head.columns_first:  # the bytes of a row are not contiguous
+                whole = self._whole(stream)
+                for start, count in zip(starts, counts, strict=True):
+                    yield np.array(whole[start : start + count], order="C")
+                return
+            stream.seek(starts.start * head.row_bytes, io.SEEK_CUR)
+            for count in counts:
+                data = self._read(stream, count * head.row_bytes)
+                yield np.frombuffer(data, head.dtype).reshape(count, *head.shape[1:])
 
-    def take(self, count: int) -> NDArray[np.generic]:
-        """Return the next rows as a new array."""
-        if self.whole is not None:  # the bytes of a row are not contiguous
-            self.at += count
-            return np.array(self.whole[self.at - count : self.at], order="C")
-        data = self._read(count * self.header.row_bytes)
-        return np.frombuffer(data, self.header.dtype).reshape(count, *self.header.shape[1:])
+    def _whole(self, stream: IO[bytes]) -> NDArray[Any]:
+        head = self.header
+        if not self.member and not is_url(self.file.path):
+            mapped: NDArray[Any] = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
+            return mapped
+        data = self._read(stream, head.row_bytes * head.shape[0])
+        return np.frombuffer(data, head.dtype).reshape(head.shape, order="F")
 
-    def _read(self, length: int) -> bytes:
-        data = self.read(length)
+    def _read(self, stream: IO[bytes], length: int) -> bytes:
+        data = stream.read(length)
         if len(data) != length:
-            raise SourceError(f"{self.where}: ends inside of its rows; write it again")
+            raise SourceError(f"{self.file.path}: ends inside of its rows; write it again")
         return data
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsImporter(FileImporter):
-    """Base class of importers that read the rows of arrays in order."""
+class NumpyImporter(FileImporter):
+    """Arrays as a source: fields of the same rows, or parts of one array; also archives, and files of tokens."""
+
+    name: str = "npy"
+    arrays: Mapping[SourceFile, Sequence[ArrayFile]]
+    """The imported arrays of each file."""
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
         """Yield rows about 8 MiB at a time; fields without an array have no value."""
@@ -148,17 +167,19 @@ class RowsImporter(FileImporter):
                 yield SourceSample(sample, None, file.name, start + row)
 
     def _columns(self, task: SourceTask) -> Iterator[tuple[int, Mapping[str, NDArray[Any]], SourceFile]]:
-        """Yield (first row, field → the next rows, file)."""
-        with self._open(task) as (file, rows, fields):
-            row_bytes = sum(one.header.row_bytes for one in fields.values())
-            step = max(1, min(_PIECE_ROWS, PIECE_BYTES // max(1, row_bytes)))
-            for start in range(rows.start, rows.stop, step):
-                count = min(step, rows.stop - start)
-                yield start, {field: one.take(count) for field, one in fields.items()}, file
+        """Yield (first row, field → the next rows, file that names the rows)."""
+        arrays = [one for file in task.files for one in self.arrays[file]]
+        row_bytes = sum(one.header.row_bytes for one in arrays)
+        stop = arrays[0].header.shape[0] if task.stop is None else task.stop
+        starts = range(task.start, stop, max(1, min(_PIECE_ROWS, PIECE_BYTES // max(1, row_bytes))))
+        for start, *columns in zip(starts, *(one.rows(starts) for one in arrays), strict=True):
+            yield start, {one.field: rows for one, rows in zip(arrays, columns, strict=True)}, task.files[0]
 
-    def _open(self, task: SourceTask) -> AbstractContextManager[tuple[SourceFile, range, Mapping[str, Rows]]]:
-        """Return the file that names the rows, their numbers, and readers of the fields."""
-        raise NotImplementedError
+    def _settings(self) -> dict[str, object]:
+        if self.options.dtype:
+            return {"dtype": self.options.dtype, "row": self.options.row}
+        is_parts = self.name == "npy" and len(self.arrays) > 1 and len(self.fields) == 1
+        return {"arrays": "rows"} if is_parts else {}
 
 
 def _conform(
@@ -179,46 +200,6 @@ def _conform(
             bad.setdefault(row, error)
             payloads.append(bytes(kind.item_bytes or 0))
     return arrow_array(kind, payloads, name, present)
-
-
-@dataclass(frozen=True)
-class ArrayFile:
-    """A ``.npy`` file, or a member of an archive, whose rows become a field."""
-
-    field: str
-    file: SourceFile
-    header: ArrayHeader
-    member: str = ""  # name in the archive
-
-    def rows(self, start: int, stack: ExitStack) -> Rows:
-        """Return a reader of rows from ``start`` on; the file is open as long as the stack."""
-        head = self.header
-        stream = stack.enter_context(open_file(self.file))
-        stream.seek(head.offset + (0 if head.columns_first else start * head.row_bytes))
-        whole = None
-        if head.columns_first and not is_url(self.file.path):
-            whole = np.load(self.file.path, mmap_mode="r", allow_pickle=False)
-        return Rows(head, self.file.path, stream.read, whole, start)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NumpyImporter(RowsImporter):
-    """Arrays as a source: fields of the same rows, or parts of one array, one file per task; also tokens."""
-
-    name: str = "npy"
-    arrays: Mapping[SourceFile, ArrayFile]
-
-    @contextmanager
-    def _open(self, task: SourceTask) -> Iterator[tuple[SourceFile, range, Mapping[str, Rows]]]:
-        arrays = [self.arrays[file] for file in task.files]
-        with ExitStack() as stack:
-            readers = {one.field: one.rows(task.start, stack) for one in arrays}
-            yield task.files[0], range(task.start, task.stop or 0), readers
-
-    def _settings(self) -> dict[str, object]:
-        if self.options.dtype:
-            return {"dtype": self.options.dtype, "row": self.options.row}
-        return {"arrays": "rows"} if len(self.arrays) > 1 and len(self.fields) == 1 else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +272,8 @@ def _open_parts(
                 "one array have one type: build with --arrays files if each file is a sample, or with --arrays fields "
                 "if each is a field"
             )
-    arrays = {file: ArrayFile(VALUE, file, header) for file, header in headers.items()}
-    cut = tasks_of_parts(arrays.values())
+    arrays = {file: [ArrayFile(VALUE, file, header)] for file, header in headers.items()}
+    cut = tasks_of_parts(arrays)
     if not cut:
         raise SourceError(f"{source.given}: the arrays have no rows; give arrays with samples in them")
     schema = options.schema({VALUE: first.row_type}, source.given)
@@ -357,16 +338,18 @@ def _open_fields(source: Source, options: ImportOptions) -> NumpyImporter:
         fields=schema,
         options=options,
         cut=cut,
-        arrays=dict(zip(taken, kept, strict=True)),
+        arrays={array.file: [array] for array in kept},
     )
 
 
-def tasks_of_parts(arrays: Iterable[ArrayFile]) -> tuple[SourceTask, ...]:
+def tasks_of_parts(arrays: Mapping[SourceFile, Sequence[ArrayFile]]) -> tuple[SourceTask, ...]:
     """Return the tasks of the parts of one array."""
     return tuple(
-        SourceTask(f"{file.name} rows {start}:{stop}", (file,), (stop - start) * row_bytes, start, stop)
-        for file, row_bytes, rows in ((one.file, one.header.row_bytes, one.header.shape[0]) for one in arrays)
-        for start, stop in _row_ranges(rows, row_bytes)
+        SourceTask(
+            f"{file.name} rows {start}:{stop}", (file,), (stop - start) * one.header.row_bytes, start, stop
+        )
+        for file, (one,) in arrays.items()
+        for start, stop in _row_ranges(one.header.shape[0], one.header.row_bytes)
     )
 
 

@@ -50,20 +50,20 @@ def open_tokens(source: Source, options: ImportOptions) -> NumpyImporter | Token
     if any(file_suffix(file.name) == "idx" for file in source.files):
         return open_documents(source, options)
     source, opened = open_each(source, options, lambda file: _open_token_file(file, options))
-    arrays = dict(zip(source.files, opened, strict=True))
-    for array in arrays.values():
+    for array in opened:
         tail = array.file.size - array.header.shape[0] * array.header.row_bytes
         if tail:
             source.notes.append(
                 f"{array.file.name}: its last {tail} bytes do not fill a row and are left out"
             )
-    first = arrays[source.files[0]]
+    arrays = {array.file: [array] for array in opened}
+    first = opened[0]
     return NumpyImporter(
         name="tokens",
         source=source,
         fields=options.schema({first.field: first.header.row_type}, source.given),
         options=options,
-        cut=tasks_of_parts(arrays.values()),
+        cut=tasks_of_parts(arrays),
         arrays=arrays,
     )
 
