@@ -17,7 +17,6 @@ from shardkit.formats.line_blocks import MISSING
 from shardkit_tools import build
 from shardkit_tools.adopting import adopt
 from shardkit_tools.importers import ImportOptions, SourceFailure, open_source, parse_field_types
-from shardkit_tools.importers.source_kinds import find_source
 from tests.importer_conformance import check_importer, read_all
 
 
@@ -276,7 +275,7 @@ def test_cells_that_are_not_finite_or_missing(
     found = [row.sample["x"] for row in read_all(source)]
     assert [str(value) for value in found] == [str(value) for value in values]
     if cells[1] in MISSING and kind == "str" and cells[0] != "nan":
-        (note,) = find_source(str(tmp_path), None, ImportOptions())[1]
+        (note,) = open_source(str(tmp_path)).source.notes
         (wanted,) = re.findall(r"--schema x=(\S+\?)", note)
         typed = open_source(str(tmp_path / "a.csv"), options=ImportOptions(field_types={"x": wanted}))
         assert read_all(typed)[1].sample["x"] is None

@@ -19,7 +19,6 @@ import shardkit_tools
 import shardkit_tools.importers.numpy_arrays as numpy_arrays
 from shardkit.errors import SchemaError, SourceError, UsageError
 from shardkit_tools.importers import ImportOptions, open_source
-from shardkit_tools.importers.source_kinds import find_source
 from tests.importer_conformance import check_importer, read_all
 
 # ---- test_importer_numpy
@@ -61,8 +60,8 @@ def saved(folder: Path, shapes: list[tuple[int, ...]], name: str = "part-{}") ->
 
 
 def opened(folder: Path, **options: Any) -> tuple[Any, list[str]]:
-    importer, notes = find_source(str(folder), None, ImportOptions(**options))
-    return importer, [note for note in notes if "--arrays" in note]
+    importer = open_source(str(folder), None, ImportOptions(**options))
+    return importer, [note for note in importer.source.notes if "--arrays" in note]
 
 
 def test_numbered_files_are_parts_of_one_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,8 +302,8 @@ def test_files_of_tokens_are_rows_of_the_stated_size(tmp_path: Path) -> None:
     expected = [*values[:64].reshape(8, 8).tolist(), *values[:32].reshape(4, 8).tolist()]
     assert [np.asarray(row.sample["ids"]).tolist() for row in samples] == expected
     assert [(row.source_name, row.source_row) for row in samples[-4:]] == [("val.bin", n) for n in range(4)]
-    _, notes = find_source(str(tmp_path / "val.bin"), None, options)
-    assert notes == ("val.bin: its last 2 bytes do not fill a row and are left out",)
+    notes = open_source(str(tmp_path / "val.bin"), None, options).source.notes
+    assert notes == ["val.bin: its last 2 bytes do not fill a row and are left out"]
     with pytest.raises(UsageError, match="--dtype float32 --row 8: expected one of uint8"):
         open_source(str(tmp_path), options=ImportOptions(dtype="float32", row=8))
     with pytest.raises(SourceError, match=r"val\.bin: 66 bytes, less than a row of 40"):

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, SourceSample, open_source
-from shardkit_tools.importers.source_kinds import find_source
 from shardkit_tools.importers.tar_members import read_members
 from tests.importer_conformance import check_importer, read_all
 
@@ -297,9 +296,9 @@ def test_of_a_tar_that_is_cut_short_the_samples_before_the_cut_may_be_kept(tmp_p
 def test_names_whose_dots_become_fields_are_noted(tmp_path: Path) -> None:
     names = ["12 Song 2.0 (Live).mp3", "13 Song 3.1 (Mix).mp3", "14 Plain.mp3"]
     path = write_tar(tmp_path / "a.tar", dict.fromkeys(names, b"A"))
-    _, notes = find_source(path, None, ImportOptions())
+    notes = open_source(path).source.notes
     assert "what follows the first dot of its name ('0 (live)'" in notes[0]
-    assert not find_source(write_tar(tmp_path / "b.tar", {"a.left.png": b"A"}), None, ImportOptions())[1]
+    assert not open_source(write_tar(tmp_path / "b.tar", {"a.left.png": b"A"})).source.notes
 
 
 @settings(max_examples=30, deadline=None)

@@ -16,11 +16,11 @@ READ = """
 import re, sys
 from pathlib import Path
 from shardkit_tools.importers import ImportOptions
-from shardkit_tools.importers.source_kinds import find_source
+from shardkit_tools.importers.source_kinds import open_source
 def peak():
     # not ru_maxrss, which begins with that of the process that started this one
     return int(re.search("VmHWM: *\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
-importer, _ = find_source(sys.argv[1], None, ImportOptions())
+importer = open_source(sys.argv[1], None, ImportOptions())
 before = peak()
 rows = sum(len(found.batch) for task in importer.tasks() for found in importer.decode(task))
 print(rows, peak() - before)

@@ -402,7 +402,7 @@ class _Adopting:
             skipped=self._skipped,
             stored_bytes=sum(file.size for file in found),
             strata={Stratum(labels, 0, 0).name: rows for labels, rows in strata.items()},
-            notes=self.source.notes,
+            notes=tuple(self.source.importer.source.notes),
             promises=broken_promises(self.source, self.axes, len(strata), largest, self.block_bytes),
             reused=self._reused,
             read_bytes=self._read_bytes,

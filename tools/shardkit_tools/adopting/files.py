@@ -128,6 +128,9 @@ class AdoptableFiles:
     def __post_init__(self) -> None:
         if self.rows is not None and not any(self.rows):
             raise SourceError(f"{self.importer.source.given}: the files have no rows; name others")
+        parts = zip(self.parts, self.rows or (), strict=False)
+        if empty := [files[0].name for files, rows in parts if files[0].size and not rows]:
+            self.importer.source.notes.append(name_files("left out what has no rows", empty))
 
     @property
     def schema(self) -> Schema:
@@ -142,14 +145,6 @@ class AdoptableFiles:
     def parts(self) -> tuple[tuple[SourceFile, ...], ...]:
         """Files that become one shard each: the shard, and files that are read with it at adoption."""
         return tuple((file,) for file in self.importer.source.files)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks for the user."""
-        parts = zip(self.parts, self.rows or (), strict=False)
-        empty = [files[0].name for files, rows in parts if files[0].size and not rows]
-        notes = tuple(self.importer.source.notes)
-        return (*notes, name_files("left out what has no rows", empty)) if empty else notes
 
     def tasks(self) -> list[AdoptTask]:
         """Return a task per part, in order."""

@@ -71,10 +71,6 @@ class FolderFiles(AdoptableFiles):
     def parts(self) -> tuple[tuple[SourceFile, ...], ...]:
         return tuple(task.files for task in self.importer.tasks())
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return (*super().notes, *self.importer.layout.notes)
-
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         """Read the files of a shard; memory holds one block and its checksums."""
         files = {file.name: file for file in task.files}

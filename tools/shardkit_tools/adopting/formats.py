@@ -20,7 +20,7 @@ from shardkit_tools.adopting.parquet_files import ParquetFiles
 from shardkit_tools.adopting.tars import Tars
 from shardkit_tools.importers.arrow_files import ArrowImporter
 from shardkit_tools.importers.csv import CsvImporter
-from shardkit_tools.importers.folder import FolderImporter, TextImporter, split_notes
+from shardkit_tools.importers.folder import FolderImporter, TextImporter
 from shardkit_tools.importers.json_lines import JsonLinesImporter
 from shardkit_tools.importers.mds import MdsImporter
 from shardkit_tools.importers.numpy_archives import ArchiveImporter
@@ -28,14 +28,7 @@ from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
 from shardkit_tools.importers.remote_files import pinned_url
 from shardkit_tools.importers.source_files import file_suffix, is_url
-from shardkit_tools.importers.source_kinds import (
-    check_kind,
-    detect,
-    list_source,
-    open_listed,
-    stray_notes,
-    without_strays,
-)
+from shardkit_tools.importers.source_kinds import choose_kind, list_source, open_listed
 from shardkit_tools.importers.tables import ParquetImporter, TableImporter
 from shardkit_tools.importers.tokens import TokenDocuments
 from shardkit_tools.importers.webdataset import WebDatasetImporter
@@ -122,22 +115,15 @@ def refuse_packed(file: SourceFile) -> None:
 
 def open_files(source: Source, kind: str | None, options: ImportOptions) -> AdoptableFiles:
     """Return the files as one of `IMPORTERS`; `kind` None: by options and extensions."""
-    source = without_strays(source, kind, options)
-    source.notes[:0] = stray_notes(source)
-    if kind is None:
-        suffixes = {file_suffix(file.name) for file in source.files}
-        kind = "tokens" if options.dtype or options.row or suffixes == {"bin"} else detect(source)
-    check_kind(kind)
-    if kind != "tokens" and (options.dtype or options.row):
-        raise UsageError(f"--dtype and --row are for files of tokens, not for {kind}; leave them out")
+    if kind is None and {file_suffix(file.name) for file in source.files} == {"bin"}:
+        kind = "tokens"
+    source, kind = choose_kind(source, kind, options)
     if kind in _OF_ONE_FOLDER:
         place_of_folder(source.files)
     for file in source.files if kind in _NOT_PACKED else ():
         refuse_packed(file)
     # arrays are parts of one, and the first keys of many tars need not be compared
     importer = open_listed(source, kind, replace(options, arrays="rows", keys="source"))
-    if kind not in ("folder", "text"):
-        source.notes.extend(split_notes(file.name for file in importer.source.files))
     if isinstance(importer, TableImporter) and importer.has_keys:
         source.notes.append(
             f"the column {KEY_FIELD} is not used, because keys of adopted rows are numbers; a build takes it as keys"

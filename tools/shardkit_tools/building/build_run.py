@@ -81,9 +81,9 @@ from shardkit_tools.building.passes import (
     first_of_equals,
 )
 from shardkit_tools.building.source_digests import SourceDigests, shared_files, warn_of_replacement
-from shardkit_tools.importers.folder import FolderLayout, split_notes
+from shardkit_tools.importers.folder import FolderLayout
 from shardkit_tools.importers.numpy_arrays import NumpyImporter
-from shardkit_tools.importers.protocol import Importer
+from shardkit_tools.importers.protocol import FileImporter, Importer
 from shardkit_tools.transforms import TransformedImporter
 
 _LIGHT_ROW_BYTES = 4096  # larger rows are mostly copied and hashed
@@ -109,12 +109,10 @@ class BuildRun:
 
     def __init__(self, settings: BuildSettings, engine: Engine) -> None:
         self._settings, self._engine = settings, engine
-        source, left_out = open_source(settings)
+        source = open_source(settings)
         layout: FolderLayout | None = getattr(source, "layout", None)
         folders, self._counts = (layout.splits, layout.counts) if layout else ({}, {})
-        self._notes = left_out + (
-            layout.notes if layout else split_notes(file.name for file in source.files())
-        )
+        self._notes = tuple(source.source.notes) if isinstance(source, FileImporter) else ()
         self._importer = importer = apply_transforms(source, settings)
         schema, classes = importer.schema, importer.classes
         self._tasks = list(importer.tasks())

@@ -39,7 +39,7 @@ from shardkit_tools.importers.protocol import (
     decode,
     ignore_file,
 )
-from shardkit_tools.importers.source_kinds import find_source
+from shardkit_tools.importers.source_kinds import open_source
 from shardkit_tools.transforms.applied import AppliedFunction
 from shardkit_tools.transforms.transformed import types_of
 
@@ -125,7 +125,7 @@ def extend(
         )
     else:
         assert from_ is not None, "one of both is given"
-        importer, _ = find_source(os.fspath(from_), None, options or ImportOptions())
+        importer = open_source(os.fspath(from_), None, options)
         if scratch is not None and not os.path.isdir(scratch):
             raise UsageError(f"--scratch {os.fspath(scratch)}: no such folder; make it, or name another")
         with explained("make a scratch folder for the table", writing=True):

@@ -25,7 +25,7 @@ from shardkit.repository.log import LogEntry
 from shardkit.stores.file_operations import explained
 from shardkit_tools.building.engines import Engine
 from shardkit_tools.console import bytes_text, count_text
-from shardkit_tools.importers import Importer, ImportOptions
+from shardkit_tools.importers import Importer, ImportOptions, source_kinds
 from shardkit_tools.importers.protocol import (
     DecodedRows,
     FileImporter,
@@ -34,7 +34,6 @@ from shardkit_tools.importers.protocol import (
     decode,
     ignore_file,
 )
-from shardkit_tools.importers.source_kinds import find_source
 from shardkit_tools.transforms import AppliedFunction, TextTokenizer, TransformedImporter
 
 _INTERVAL_S = 0.1
@@ -370,22 +369,22 @@ def of_settings(
     return spread
 
 
-def open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
-    """Return the importer of the source, and notes on files that are left out."""
+def open_source(settings: BuildSettings) -> Importer:
+    """Return the importer of the source; if the build appends to a version, with the types of its fields."""
     if isinstance(settings.source, Importer):
-        return settings.source, ()
+        return settings.source
     options = settings.options or ImportOptions(skip_bad_rows=settings.skips)
     options = dataclasses.replace(options, unchecked=settings.apply is not None)
     source = os.fspath(settings.source)
-    importer, notes = find_source(source, settings.from_, options)
+    importer = source_kinds.open_source(source, settings.from_, options)
     held = version_of_ref(settings.root, settings.ref) if settings.append else None
     is_changed = settings.apply or settings.tokenizer or settings.output_schema or settings.pack
     if held is None or is_changed:
-        return importer, notes
+        return importer
     types = _stored_types(importer, held.schema)
     if types:
         options = dataclasses.replace(options, field_types={**types, **options.field_types})
-        importer, notes = find_source(source, settings.from_, options)
+        importer = source_kinds.open_source(source, settings.from_, options)
     absent = {
         name: kind
         for name, kind in held.schema.items()
@@ -393,8 +392,10 @@ def open_source(settings: BuildSettings) -> tuple[Importer, tuple[str, ...]]:
     }
     if absent:
         importer = replace(importer, fields=SourceSchema({**importer.fields, **absent}))
-        notes = (*notes, f"the source has no {', '.join(absent)}, so the new samples have no value there")
-    return importer.in_order(held.schema), notes
+        importer.source.notes.append(
+            f"the source has no {', '.join(absent)}, so the new samples have no value there"
+        )
+    return importer.in_order(held.schema)
 
 
 def _stored_types(importer: FileImporter, held: Schema) -> dict[str, str]:

@@ -21,7 +21,7 @@ from shardkit_tools.importers.protocol import (
     row_name,
 )
 from shardkit_tools.importers.source_files import file_suffix
-from shardkit_tools.importers.source_kinds import open_listed
+from shardkit_tools.importers.source_kinds import open_as
 
 _NAME = "file_name"
 
@@ -104,7 +104,7 @@ def open_metadata(
         )
     types = {name: kind for name, kind in options.field_types.items() if name not in others}
     inner = ImportOptions(field_types=types, skip_bad_rows=options.skip_bad_rows, encoding=options.encoding)
-    importer = open_listed(replace(source, files=tuple(files)), kinds[0], inner)
+    importer = open_as(replace(source, files=tuple(files)), kinds[0], inner)
     if _NAME not in importer.fields:
         raise SourceError(
             f"{files[0].path}: no field {_NAME!r}, which names the file that a row describes; its fields are "

@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -355,7 +354,6 @@ def open_text(source: Source, options: ImportOptions) -> TextImporter:
 
 # ---- Folders: splits at the first level if they have the names of splits, then classes
 
-_WORD = re.compile(r"[^a-z]")
 _MANY_CLASSES = 20
 _HOW = "pass --split-folders to make every first folder a ref, or --no-split-folders to make each a class"
 
@@ -368,7 +366,6 @@ class FolderLayout:
     # sorted names of the class folders of all splits; empty without classes
     classes: tuple[str, ...]
     counts: Mapping[str, int]  # class → number of samples
-    notes: tuple[str, ...]  # remarks on unusual properties
 
     def label(self, name: str) -> int:
         """Return the class number of a file."""
@@ -380,12 +377,12 @@ class FolderLayout:
 
 
 def folder_layout(source: Source, options: ImportOptions, samples: Sequence[str]) -> FolderLayout:
-    """Recognise splits and classes."""
+    """Recognise splits and classes, and add notes on unusual ones."""
     splits = _splits(source, options)
     depths = {file.name: len(_folders(file.name, splits)) for file in source.files}
     loose = [file for file in source.files if not depths[file.name]]
     if options.classes is False or (len(loose) == len(source.files) and not options.classes):
-        return FolderLayout(splits, (), {}, ())
+        return FolderLayout(splits, (), {})
     if loose:
         raise SourceError(
             f"{loose[0].path}: lies beside the class folders, so it has no class; move it into one of them, "
@@ -393,21 +390,8 @@ def folder_layout(source: Source, options: ImportOptions, samples: Sequence[str]
         )
     counts = Counter(_folders(name, splits)[0] for name in samples)
     classes = tuple(sorted({_folders(file.name, splits)[0] for file in source.files}))
-    notes = _notes(classes, counts, splits, samples, depths)
-    return FolderLayout(splits, classes, dict(counts), tuple(notes))
-
-
-def split_notes(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note if files named as splits (train-00000-of-00002.parquet) become one version."""
-    words = {_WORD.split(part.lower())[0] for name in names for part in (name, name.rpartition("/")[2])}
-    found = [word for word in SPLIT_NAMES if word in words]
-    if len(found) < 2:
-        return ()
-    note = (
-        f"files are named as the splits {', '.join(found)}, and became one version; to keep them apart build each by "
-        f"itself, such as --ref {found[0]} from a glob of its files"
-    )
-    return (note,)
+    source.notes.extend(_notes(classes, counts, splits, samples, depths))
+    return FolderLayout(splits, classes, dict(counts))
 
 
 def _folders(name: str, splits: Mapping[str, str]) -> list[str]:

@@ -24,7 +24,7 @@ from urllib.parse import unquote
 
 from shardkit.errors import NotFoundError, SourceError, UsageError
 from shardkit.formats.strict_json import parse_json
-from shardkit_tools.importers.protocol import FileImporter, Importer, ImportOptions, Source, SourceFile
+from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
 from shardkit_tools.importers.source_files import (
     MEDIA,
     SIDECARS,
@@ -92,6 +92,7 @@ _UNREAD = re.compile(
 )
 _MAX_INDEX_BYTES = 64 << 20  # of an MDS folder without its shards
 _CHUNK = re.compile(r"(?:^|/)chunk-\d+-\d+(?:\.\w+)?\.bin$")
+_WORD = re.compile(r"[^a-z]")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NESTED = ("parquet", "arrow", "jsonl", "huggingface")
 _WITH_AN_INDEX = ("huggingface", "mds")
@@ -100,7 +101,7 @@ _KINDS_OF = {name: {name} for name in set(_RECORDS.values())}
 _KINDS_OF |= {"jsonl": {"jsonl", "json"}, "text": {"text"}, "folder": {*MEDIA, "blob"}}
 
 
-def open_source(source: str, kind: str | None = None, options: ImportOptions | None = None) -> Importer:
+def open_source(source: str, kind: str | None = None, options: ImportOptions | None = None) -> FileImporter:
     """Open a source with a suitable importer.
 
     Args:
@@ -112,48 +113,63 @@ def open_source(source: str, kind: str | None = None, options: ImportOptions | N
         NotFoundError: The source does not exist.
         SourceError: The source cannot be read as this kind, or its kind cannot be detected.
         SchemaError: A field name cannot be stored, or `options` name an unknown field.
+        UsageError: There is no such kind, or an option does not go with it.
     """
-    return find_source(source, kind, options or ImportOptions())[0]
-
-
-def find_source(
-    source: str, kind: str | None, options: ImportOptions
-) -> tuple[FileImporter, tuple[str, ...]]:
-    """Do `open_source`, and also return notes on files that were left out."""
-    if kind is not None:
-        check_kind(kind)
-    is_hub = source.startswith("hf://")
+    options = options or ImportOptions()
     if kind == "huggingface" and _HUB_NAME.fullmatch(source) and not os.path.exists(source):
         raise NotFoundError(
             f"{source}: no such folder; a dataset of the Hugging Face Hub is given as hf://datasets/{source}"
         )
     listed = list_source(source, skip=options.skip_bad_rows, follow_links=options.follow_links)
-    if is_hub and kind == "huggingface" and not _index_of(listed):
+    if source.startswith("hf://") and kind == "huggingface" and not _index_of(listed):
         kind = None  # files as they were pushed, not a folder of `save_to_disk`
-    listed = without_strays(listed, kind, options)
-    kind = kind or ("tokens" if options.dtype or options.row else detect(listed))
+    return open_listed(*choose_kind(listed, kind, options), options)
+
+
+def choose_kind(source: Source, kind: str | None, options: ImportOptions) -> tuple[Source, str]:
+    """Return a listed source without strays, and its kind; errors as for `open_source`."""
+    if kind is not None and kind not in IMPORTERS:
+        raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
+    source = _without_strays(source, kind, options)
+    has_rows = bool(options.dtype or options.row)
+    kind = kind or ("tokens" if has_rows else detect(source))
+    if has_rows and kind != "tokens":
+        raise UsageError(f"--dtype and --row are for files of tokens, not for {kind}; leave them out")
     if options.flatten and kind not in _NESTED:
         raise UsageError(
-            f"--flatten: {source} is read as {kind}, which has no structs; it is for {', '.join(_NESTED)}"
+            f"--flatten: {source.given} is read as {kind}, which has no structs; it is for {', '.join(_NESTED)}"
         )
-    importer = open_listed(listed, kind, options)
-    return importer, (*stray_notes(listed), *listed.notes)
-
-
-def check_kind(kind: str) -> None:
-    """Raise UsageError if there is no importer of this name."""
-    if kind not in IMPORTERS:
-        raise UsageError(f"--from {kind!r}: no such importer; expected one of {', '.join(IMPORTERS)}")
+    return source, kind
 
 
 def open_listed(source: Source, kind: str, options: ImportOptions) -> FileImporter:
-    """Open a listed source with one of `IMPORTERS`; errors as for `open_source`."""
+    """Open a listed source, and add notes on its files; errors as for `open_source`."""
+    source.notes[:0] = _notes_on_files(source)
+    importer = open_as(source, kind, options)
+    if kind not in ("folder", "text"):
+        source.notes.extend(split_notes(file.name for file in importer.files()))
+    return importer
+
+
+def open_as(source: Source, kind: str, options: ImportOptions) -> FileImporter:
+    """Open listed files with one of `IMPORTERS`."""
     module, function = IMPORTERS[kind]
     importer: FileImporter = getattr(importlib.import_module(module), function)(source, options)
     return importer
 
 
-def without_strays(source: Source, kind: str | None, options: ImportOptions) -> Source:
+def split_notes(names: Iterable[str]) -> Iterator[str]:
+    """Yield a note if files named as splits (train-00000-of-00002.parquet) become one version."""
+    words = {_WORD.split(part.lower())[0] for name in names for part in (name, name.rpartition("/")[2])}
+    found = [word for word in SPLIT_NAMES if word in words]
+    if len(found) > 1:
+        yield (
+            f"files are named as the splits {', '.join(found)}, and became one version; to keep them apart build each "
+            f"by itself, such as --ref {found[0]} from a glob of its files"
+        )
+
+
+def _without_strays(source: Source, kind: str | None, options: ImportOptions) -> Source:
     """Return a source with only the most frequent kind of files, if bad rows are skipped, or it is on the hub.
 
     Sidecars stay with their samples. Repositories of the hub have cards, licences and scripts.
@@ -194,7 +210,7 @@ def _kind_of(name: str) -> str:
     )
 
 
-def stray_notes(source: Source) -> list[str]:
+def _notes_on_files(source: Source) -> list[str]:
     """Return notes on the files that are left out, and on files without a byte."""
     reasons: dict[str, list[str]] = {}
     for name, why in sorted(source.left_out.items()):
