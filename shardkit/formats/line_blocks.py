@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -27,6 +29,7 @@ LINES: Final = ("jsonl", "csv")
 
 _MAX_CELL_CHARACTERS: Final = 1 << 30
 _MAX_SETTINGS: Final = 64 << 20
+_EXACT = 2**53  # float64 holds every integer below this
 MISSING: Final = frozenset(["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "nan", "NaN", "<NA>", "\\N"])
 """Cells of optional numbers and booleans that mean no value, as pandas, R and databases write them."""
 UNDECODED: Final = "surrogateescape"
@@ -207,15 +210,22 @@ def cell_value(cell: str, kind: str, name: str, where: str) -> object:
     if "int" in kind and re.fullmatch(r"[+-]?[0-9]{1,20}", cell):
         return int(cell)
     if "float" in kind:
-        try:
-            return float(cell)
-        except ValueError:
-            pass
+        with suppress(ValueError):
+            number = float(cell)
+            if abs(number) < _EXACT or _is_same(cell, number, kind):
+                return number
     shown = repr(cell) if len(cell) <= 40 else repr(cell[:37] + "…")
     raise SourceError(
         f"{where}: field {name!r} is {shown}, expected {kind}; fix the row, or pass --schema "
         f"{shell_word(name)}={'str' if cell and cell not in MISSING else f'{kind}?'}"
     )
+
+
+def _is_same(cell: str, number: float, kind: str) -> bool:
+    """Return False if a number overflows, or is an integer that float64 would change."""
+    if not math.isfinite(number):
+        return "n" in cell.lower()  # nan, inf and infinity
+    return kind != "float64" or re.fullmatch(r"[+-]?[0-9]+", cell) is None or int(cell) == number
 
 
 def _takes_numbers(kind: str, cell: str) -> bool:

@@ -1,8 +1,9 @@
-"""Strict JSON of foreign files: no NaN, and no key twice in an object."""
+"""Strict JSON of foreign files: no NaN, no number beyond float64, and no key twice in an object."""
 
 from __future__ import annotations
 
 import json
+import math
 from codecs import BOM_UTF8
 from typing import NoReturn
 
@@ -47,5 +48,12 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-JSON_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse)
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:40]} is beyond float64")
+    return number
+
+
+JSON_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
 """Decoder of strict JSON, for parsers that read value by value."""

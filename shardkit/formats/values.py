@@ -400,6 +400,8 @@ def encode_json(value: object) -> bytes:
     except RecursionError:
         raise Unfit(f"it nests deeper than {MAX_JSON_DEPTH}") from None
     except (TypeError, ValueError, OverflowError) as error:
+        if "Out of range float" in str(error):
+            raise Unfit("JSON has no NaN and no infinity; store null, or text (a type such as str)") from None
         raise Unfit(str(error)) from None
     return payload
 

@@ -38,17 +38,22 @@ Rows = list[dict[str, Any]]
 Way = Callable[..., tuple[Rows, str]]
 
 
-def built(source: Path, root: Path, *, skip: bool = False, **options: Any) -> tuple[Rows, str]:
+def built(
+    source: Path, root: Path, *, skip: bool = False, from_: str | None = None, **options: Any
+) -> tuple[Rows, str]:
     """Return the samples of a build without shuffling, and what it says."""
     given = ImportOptions(skip_bad_rows=skip, **options)
-    result = build(source, root, options=given, shuffle=False, jobs=1, on_error="skip" if skip else "raise")
+    on_error = "skip" if skip else "raise"
+    result = build(source, root, from_=from_, options=given, shuffle=False, jobs=1, on_error=on_error)
     said = [*result.notes, *(one.message for one in result.skipped)]
     return [dict(sample) for sample in shardkit.open(root)], "\n".join(said)
 
 
-def adopted(source: Path, root: Path, *, skip: bool = False, **options: Any) -> tuple[Rows, str]:
+def adopted(
+    source: Path, root: Path, *, skip: bool = False, from_: str | None = None, **options: Any
+) -> tuple[Rows, str]:
     """Return the samples of an adoption, and what it says."""
-    result = adopt(source, root, options=ImportOptions(skip_bad_rows=skip, **options))
+    result = adopt(source, root, from_=from_, options=ImportOptions(skip_bad_rows=skip, **options))
     return [dict(sample) for sample in shardkit.open(root)], "\n".join([*result.notes, *result.skipped])
 
 
@@ -456,6 +461,50 @@ def test_guesses_that_may_lose_samples_or_values_are_said(
     assert expected in way(tmp_path / name, tmp_path / "root")[1]
     (tmp_path / "b.csv").write_text("x,0,1\na,2,3\n")
     assert "number" not in way(tmp_path / "b.csv", tmp_path / "other")[1]
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.csv", f"x\n{2**64 - 1}\n{2**64 - 2}\n", [str(2**64 - 1), str(2**64 - 2)]),
+        ("a.csv", "x\n+491\n-2\n", [491, -2]),
+        ("a.csv", "x\n1e400\n1.5\n", ["1e400", "1.5"]),
+        ("a.csv", "x,y\r1,a\r2,b\r", [1, 2]),
+        ("a.psv", "x|y\n1|a\n", [1]),
+        ("part-0", "x\n1\n", [1]),
+    ],
+    ids=["hashes", "signs", "overflow", "returns", "bars", "no-extension"],
+)
+def test_cells_of_csv_are_not_changed(
+    way: Way, name: str, text: str, expected: list[object], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(text.encode())
+    rows, _ = way(tmp_path / name, tmp_path / "root", from_="csv")
+    assert [row["x"] for row in rows] == expected
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "x\n1.5\n1e400\n"),
+        ("a.csv", f"x\n1.5\n{2**53 + 1}\n"),
+        ("a.jsonl", '{"x": 1.5}\n{"x": 1e400}\n'),
+        ("a.jsonl", '{"x": [1.5]}\n{"x": [1e400]}\n'),
+        ("a.jsonl", '{"x": [1.5]}\n{"x": ' + "[" * 300 + "]" * 300 + "}\n"),
+    ],
+)
+def test_values_that_would_change_are_refused_when_they_are_read(
+    way: Way, name: str, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    given = {"x": "float64"} if name == "a.csv" else {}
+    with pytest.raises(ShardkitError, match=r"a\.(csv line 3|jsonl line 2)"):
+        way(tmp_path / name, tmp_path / "root", field_types=given)
+    rows, said = way(tmp_path / name, tmp_path / "skip", field_types=given, skip=True)
+    assert len(rows) == 1
+    assert " line " in said
 
 
 # ---- Arrow and Parquet

@@ -15,6 +15,7 @@ from shardkit.errors import SampleError, SourceError
 from shardkit.formats import Schema
 from shardkit.formats.foreign_blocks import memory_of
 from shardkit.formats.line_blocks import UNDECODED, LineSettings, encoded_columns, read_cells
+from shardkit.formats.values import MAX_JSON_DEPTH
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
@@ -36,6 +37,7 @@ from shardkit_tools.importers.source_files import open_each, open_file
 _OFFSET_BYTES = 16  # memory per value of a field of variable size
 _SURROGATES = re.compile(rb"\\u[dD]")  # begin escapes that JSON may have alone, and UTF-8 may not
 _EMPTY_LINE = re.compile(rb"\n\s*(?:\n|\Z)")
+_LONE_RETURN = re.compile(rb"\r(?!\n)")
 _UTF8 = "utf-8-sig"
 
 
@@ -159,7 +161,10 @@ class _LineScan:
         """Take every line as a row."""
         importer, stream = self.importer, blocks.stream
         if isinstance(importer, CsvImporter):
-            blocks.add_head(stream.readline())
+            head = stream.readline()
+            if _LONE_RETURN.search(head):
+                raise _NotPlainError
+            blocks.add_head(head)
         while data := self._next_lines(stream):
             text, rows = b"\n" + data + b"\0" * (not data.endswith(b"\n")), self._in_block
             if (
@@ -168,7 +173,7 @@ class _LineScan:
                 else _EMPTY_LINE.search(text[:-1])
             ):
                 raise _NotPlainError
-            self._check_surrogates(data)
+            self._check_encodable(data)
             self._found.add(f"block {self._blocks}", rows, _memory(importer.schema, rows, len(data)))
             blocks.add(data, rows)
             report(rows, len(data))
@@ -192,10 +197,13 @@ class _LineScan:
         self.block_rows = self.block_rows or len(lines)
         return b"".join(lines)
 
-    def _check_surrogates(self, data: bytes) -> None:
-        """Encode the rows of a block of JSON that may have text that UTF-8 cannot have."""
+    def _check_encodable(self, data: bytes) -> None:
+        """Encode the rows of a block of JSON that may have text or objects that a schema does not encode."""
         importer = self.importer
-        if isinstance(importer, CsvImporter) or b"\\u" not in data or not _SURROGATES.search(data):
+        if isinstance(importer, CsvImporter):
+            return
+        has_escapes = b"\\u" in data and _SURROGATES.search(data)
+        if not has_escapes and all(_brackets(line) <= MAX_JSON_DEPTH for line in data.split(b"\n")):
             return
         for row in importer.rows_of(self.task.file, enumerate(data.split(b"\n"))):
             if self._encode_row(row) is None:
@@ -272,6 +280,10 @@ class _LineScan:
         blocks.add(b"".join(self._block), len(self._payloads))
         self._block, self._in_block, self._payloads, self._size = [], 0, [], 0
         self._blocks += 1
+
+
+def _brackets(line: bytes) -> int:
+    return line.count(b"[") + line.count(b"{")
 
 
 def _memory(schema: Schema, rows: int, num_bytes: int) -> int:

@@ -3,8 +3,8 @@
 The delimiter is the comma if the header has one, otherwise the most frequent of semicolon, tab and bar.
 
 A column of integers is int64, one of numbers, with ``nan`` and ``inf`` among them, float64, one of true and false
-bool, any other str. Integers with leading zeros stay text, because they are codes, which a number would change. An
-empty cell is an empty text; in a column of numbers or booleans it means no value, and the column is optional.
+bool, any other str. Integers with leading zeros or beyond int64 stay text, because a number would change them. An empty
+cell is an empty text; in a column of numbers or booleans it means no value, and the column is optional.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import csv
 import functools
 import io
 import itertools
+import math
 import re
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -57,11 +58,12 @@ from shardkit_tools.importers.source_files import (
 
 _SCAN_ROWS = 100_000
 _HEADER_BYTES = 1 << 16
-_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})\Z")
+_INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
 _NOT_FINITE = re.compile(r"nan|NaN|[+-]?(?:inf|Inf|Infinity|infinity)\Z")
 _INT64 = range(-(2**63), 2**63)
 _EXACT = 2**53  # float64 holds every integer up to this
+_MOST_DIGITS = 30  # more than an int64 has, less than Python converts
 _UTF8 = "utf-8-sig"
 _NumberedCells: TypeAlias = tuple[int, list[str] | SourceError]
 _INDEX = "index"  # name of a first column that the header does not name
@@ -219,12 +221,12 @@ def _kind(cell: str) -> str:
     if not cell:
         return ""
     if _INTEGER.match(cell):
-        number = int(cell)
+        number = int(cell[:_MOST_DIGITS])
         if abs(number) <= _EXACT:
             return "int64"
         return "str" if number not in _INT64 else "int64" if int(float(number)) == number else "inexact"
     if _NUMBER.match(cell):
-        return "float64"
+        return "str" if math.isinf(float(cell)) else "float64"
     if _NOT_FINITE.match(cell):
         return "not finite"
     return "bool" if cell in TRUTHS else "missing" if cell in MISSING else "str"

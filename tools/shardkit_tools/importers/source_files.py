@@ -74,14 +74,14 @@ def is_metadata(name: str) -> bool:
 
 
 def check_suffixes(source: Source, suffixes: Iterable[str], what: str) -> None:
-    """Check that every file has one of the suffixes."""
+    """Check that every file has one of the suffixes, or none has: then the user has named the importer."""
     wanted = frozenset(suffixes)
-    for file in source.files:
-        if file_suffix(file.name) not in wanted:
-            raise SourceError(
-                f"{file.path}: not {what} (expected the extension .{' or .'.join(sorted(wanted))}); leave it out, "
-                "give a glob that matches only the samples, or name another importer with --from"
-            )
+    others = [file for file in source.files if file_suffix(file.name) not in wanted]
+    if 0 < len(others) < len(source.files):
+        raise SourceError(
+            f"{others[0].path}: not {what} (expected the extension .{' or .'.join(sorted(wanted))}); leave it out, "
+            "give a glob that matches only the samples, or name another importer with --from"
+        )
 
 
 def is_compressed(file: SourceFile) -> bool:

@@ -149,6 +149,10 @@ def open_documents(source: Source, options: ImportOptions) -> TokenDocuments:
     # by path: files of several folders may have equal names
     bins = {file_stem(file.path): file for file in source.files if file_suffix(file.name) == "bin"}
     indexes = {file_stem(file.path): file for file in source.files if file_suffix(file.name) == "idx"}
+    if not bins and not indexes:
+        raise SourceError(
+            f"{source.given}: no pairs of .bin and .idx; for files of tokens without an index, pass --dtype and --row"
+        )
     if alone := sorted(bins.keys() ^ indexes.keys()):
         missing = "idx" if alone[0] in bins else "bin"
         raise SourceError(
