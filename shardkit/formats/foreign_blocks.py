@@ -114,7 +114,7 @@ def foreign_columns(
     made = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(schema, keys=False))
     stored = schema.stored
     return {
-        name: _column(kind, payloads, batch.num_rows)
+        name: column_of(kind, payloads, batch.num_rows)
         for (name, kind), payloads in zip(stored.items(), stored_columns(schema, made), strict=True)
     }
 
@@ -130,7 +130,8 @@ def memory_of(columns: Any) -> int:
     return total
 
 
-def _column(kind: FieldType, payloads: PayloadColumn, rows: int) -> Column:
+def column_of(kind: FieldType, payloads: PayloadColumn, rows: int) -> Column:
+    """Return the payloads of a stored column of a block as its decoded column."""
     if isinstance(payloads, np.ndarray):
         values = payloads.view(kind.numpy_dtype).reshape(rows, *kind.shape)
         values.flags.writeable = False
@@ -292,8 +293,13 @@ class _LineDecoder:
 
     def columns(self, block: int, parts: Parts, schema: Schema, rows: int) -> dict[str, Column]:
         (stored,) = parts.values()
-        skipped, where = self._skipped.get(block, ()), f"block {block}"
-        return line_columns(self._encoding, self._settings, stored, schema, rows, skipped, where)
+        where = f"block {block}"
+        columns, found = line_columns(
+            self._encoding, self._settings, stored, schema, self._skipped.get(block, ()), where
+        )
+        if found != rows:
+            raise FormatError(f"{where}: {found} rows, the index says {rows}")
+        return {name: column_of(kind, columns[name], rows) for name, kind in schema.stored.items()}
 
 
 # ---- Arrays

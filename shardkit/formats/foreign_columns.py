@@ -19,12 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError
+from shardkit.errors import SchemaError, ShardkitError, SourceError
 from shardkit.extras import shell_word
 
 from .arrow_writing import arrow_array, arrow_type
 from .block import JoinedPayloads
-from .schema import KEY_FIELD, FieldType, encode_value
+from .sample_columns import encode_column
+from .schema import KEY_FIELD, FieldType
 from .strict_json import parse_json
 
 
@@ -109,19 +110,18 @@ class ForeignColumns:
         return absent
 
     def _by_row(self, column: Any, kind: FieldType, name: str, absent: set[int], where: str) -> Any:
-        """Encode values one by one."""
-        payloads = []
+        """Encode values one by one; rows that are bad already count as absent."""
+        values: list[Any] = []
         is_json_text = kind.kind == "json" and is_string(column.type)
         for row, value in enumerate(_values(column, kind, where)):
-            payload = bytes(kind.item_bytes or 0)
-            if row not in absent and row not in self.bad:
-                try:
-                    if is_json_text and value is not None:
-                        value = parse_json(value.encode(), f"{self.row_name(row)}, field {name!r}")
-                    payload = encode_value(kind.required, value, self.row_name(row), name)
-                except (SampleError, SourceError) as error:
-                    self.bad[row] = error
-            payloads.append(payload)
+            is_absent = row in absent or row in self.bad
+            try:
+                if is_json_text and value is not None and not is_absent:
+                    value = parse_json(value.encode(), f"{self.row_name(row)}, field {name!r}")
+            except SourceError as error:
+                self.bad[row], is_absent = error, True
+            values.append(None if is_absent else value)
+        payloads = encode_column(kind, values, name, self.row_name, self.bad)
         present = [b"\0" if row in absent else b"\1" for row in range(len(column))] if kind.optional else None
         return arrow_array(kind, payloads, name, present)
 

@@ -1,6 +1,6 @@
-"""Decode blocks of adopted JSON lines and CSV (SPEC.md §5, "Encoded blocks").
+"""Decode lines of JSON and rows of CSV, in files that are built from and in blocks of adopted ones (SPEC.md §5).
 
-Builds read values with the same functions: `parse_json`, `read_cells` and `cell_value`.
+Lines are parsed together. Where that fails, each is parsed by itself, so that the error names it.
 """
 
 from __future__ import annotations
@@ -9,33 +9,37 @@ import csv
 import io
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
-
-import numpy as np
+from itertools import islice
+from typing import Any, Final, NamedTuple
 
 from shardkit.documents import Record, decode, encode
-from shardkit.errors import FormatError, SampleError, SourceError
+from shardkit.errors import FormatError, ShardkitError, SourceError
 from shardkit.extras import shell_word
 
-from .block import Column, FixedColumn, VariableColumn
+from .block import PayloadColumn
 from .index import ShardIndex
+from .sample_columns import encode_rows
 from .schema import FieldType, Schema
-from .strict_json import parse_json
+from .strict_json import parse_json, parse_objects
 
 LINES: Final = ("jsonl", "csv")
 """Encodings whose blocks are runs of lines."""
 
 _MAX_CELL_CHARACTERS: Final = 1 << 30
 _MAX_SETTINGS: Final = 64 << 20
-_EXACT = 2**53  # float64 holds every integer below this
+_EXACT: Final = 2**53  # float64 holds every integer below this
 MISSING: Final = frozenset(["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "nan", "NaN", "<NA>", "\\N"])
 """Cells of optional numbers and booleans that mean no value, as pandas, R and databases write them."""
-UNDECODED: Final = "surrogateescape"
-"""Error handler that keeps bytes which are not text, so that only their row is refused."""
 TRUTHS: Final = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 """Cells of booleans."""
+UNDECODED: Final = "surrogateescape"
+"""Error handler that keeps bytes which are not text, so that only their row is refused."""
+_INTEGER: Final = re.compile(r"[+-]?[0-9]{1,20}")
+_INTEGERS: Final = re.compile(r"[+-]?[0-9]{1,20}(?:,[+-]?[0-9]{1,20})*")
+ONE_A_LINE: Final = "jq -c . FILE, or jq -c '.data[]' FILE if the samples are a list in it"
 
 
 class LineSettings(Record, frozen=True, kw_only=True):
@@ -45,7 +49,7 @@ class LineSettings(Record, frozen=True, kw_only=True):
         skipped: (block, number of the row in the block) of rows that are left out; empty lines are no rows.
         names: columns of CSV, in the order of the cells.
         delimiter: delimiter of CSV.
-        quote: see `read_cells`.
+        quote: see `csv_rows`.
     """
 
     skipped: tuple[tuple[int, int], ...] = ()
@@ -63,125 +67,267 @@ class LineSettings(Record, frozen=True, kw_only=True):
         return decode(cls, common, "index: common", max_bytes=_MAX_SETTINGS)
 
 
+CellValue = Callable[[str, str, str, str], object]
+"""Returns the value of a cell, given its type, its column and where it is."""
+
+LineName = Callable[[int], str]
+"""Returns the name of a line for messages, given its number among the lines that are parsed."""
+
+
+class LineRows(NamedTuple):
+    """The rows of consecutive lines."""
+
+    lines: Sequence[int]  # number, among these lines, of the first line of each row; empty lines are no rows
+    # of each row, its object in JSON or its cells in CSV, or the error that says why there is none
+    rows: list[Any]
+    num_lines: int  # lines that the rows take, with empty ones
+    num_bytes: int  # the same in bytes: less than all if the last row of CSV continues after the last line
+
+
 def line_columns(
     encoding: str,
     settings: LineSettings,
     data: bytes | memoryview,
     schema: Schema,
-    rows: int,
     skipped: Collection[int],
     where: str,
-) -> dict[str, Column]:
-    """Return the stored columns of some fields of a block.
+) -> tuple[dict[str, PayloadColumn], int]:
+    """Return the stored columns of some fields of a block, and the number of its rows.
 
     Args:
         encoding: one of `LINES`.
         settings: settings of the file.
         data: verified bytes of the block.
         schema: fields to decode.
-        rows: number of rows of the block.
         skipped: numbers in the block of rows that are left out.
         where: name of the block, for messages.
 
     Raises:
-        FormatError: A row cannot be decoded, or there are more or fewer.
+        FormatError: A row cannot be decoded.
     """
-    read = _json_rows if encoding == "jsonl" else _csv_rows
-    payloads: list[tuple[bytes, ...]] = []
+
+    def name_of(line: int) -> str:
+        return f"line {line + 1} of the block"
+
+    def row_name(row: int) -> str:
+        return name_of(found.lines[row])
+
+    if encoding == "jsonl":
+        found = json_rows(bytes(data), name_of)
+    else:
+        found = csv_rows(bytes(data), settings.delimiter, settings.quote, name_of)
+    if skipped:
+        kept = [row for row in range(len(found.rows)) if row not in skipped]
+        found = found._replace(
+            lines=[found.lines[row] for row in kept], rows=[found.rows[row] for row in kept]
+        )
+    rows = found.rows
+    if encoding == "csv":
+        types = {name: cell_type(kind) for name, kind in schema.items()}
+        rows = cell_samples(rows, settings.names, types, row_name)
+    error: ShardkitError | None = next((row for row in rows if isinstance(row, ShardkitError)), None)
+    if error is None:
+        columns, errors = encode_rows(schema, rows, row_name)
+        if not errors:
+            return columns, len(rows)
+        error = errors[min(errors)]
+    raise FormatError(f"{where}: cannot be decoded ({error}); adopt the file again") from error
+
+
+# ---- JSON
+
+
+def json_rows(data: bytes, name_of: LineName, is_last: bool = True) -> LineRows:
+    """Parse lines of JSON; no row continues after them."""
+    objects: list[Any] | None = parse_objects(data)
+    if objects is not None:
+        return LineRows(range(len(objects)), objects, len(objects), len(data))
+    lines = data.split(b"\n")
+    numbers = [number for number, line in enumerate(lines) if line.strip()]
+    trimmed = [lines[number].removeprefix(BOM_UTF8).strip(b" \t\r") for number in numbers]
+    objects = parse_objects(b"\n".join(trimmed))
+    if objects is None:
+        objects = [_json_row(lines[number], name_of(number)) for number in numbers]
+    return LineRows(numbers, objects, len(lines) - (not lines[-1]), len(data))
+
+
+def _json_row(line: bytes, where: str) -> dict[str, object] | SourceError:
     try:
-        for row, sample in enumerate(read(bytes(data), settings, schema, skipped)):
-            if sample is not None:
-                payloads.append(schema.encode(sample, where=f"row {row} of the block"))
-    except (SourceError, SampleError, UnicodeDecodeError, csv.Error) as error:
-        raise FormatError(f"{where}: cannot be decoded ({error}); adopt the file again") from error
-    if len(payloads) != rows:
-        raise FormatError(f"{where}: {len(payloads)} rows, the index says {rows}")
-    return encoded_columns(schema, payloads)
+        return object_of(parse_json(line, where), where)
+    except SourceError as error:
+        if "Extra data" in str(error):
+            what = (
+                "a comma after the object" if line.rstrip().endswith(b"},") else "several values in one line"
+            )
+            return SourceError(f"{where}: {what}; write one object a line and nothing else: {ONE_A_LINE}")
+        if not line.lstrip().startswith(b"{") or line.rstrip()[-1:] not in b"{[,":
+            return error
+        return SourceError(
+            f"{where}: an object that continues on the next line; write one object a line: {ONE_A_LINE}"
+        )
 
 
-def encoded_columns(schema: Schema, payloads: Sequence[tuple[bytes, ...]]) -> dict[str, Column]:
-    """Return the stored columns of rows, given the result of `Schema.encode` for each."""
-    stored = schema.stored
-    columns = zip(*payloads, strict=True) if payloads else [()] * len(stored)
-    return {
-        name: _column(kind, list(column))
-        for (name, kind), column in zip(stored.items(), columns, strict=True)
-    }
-
-
-def _json_rows(
-    data: bytes, settings: LineSettings, schema: Schema, skipped: Collection[int]
-) -> Iterator[dict[str, object] | None]:
-    """Yield the fields of each row, or None if it is left out."""
-    lines = (line for line in data.split(b"\n") if line.strip())
-    for row, line in enumerate(lines):
-        if row in skipped:
-            yield None
-            continue
-        value = parse_json(line, f"row {row} of the block")
-        if not isinstance(value, dict):
-            raise SourceError(f"row {row} of the block: not an object")
-        yield {name: value.get(name) for name in schema}
-
-
-def _csv_rows(
-    data: bytes, settings: LineSettings, schema: Schema, skipped: Collection[int]
-) -> Iterator[dict[str, object] | None]:
-    types = {name: cell_type(kind) for name, kind in schema.items()}
-    text = io.StringIO(data.decode(errors=UNDECODED), newline="")
-    rows = (cells for cells, _ in read_cells(text, settings.delimiter, settings.quote) if cells)
-    for row, cells in enumerate(rows):
-        if row in skipped:
-            yield None
-            continue
-        where = f"row {row} of the block"
-        if isinstance(cells, Exception):
-            raise SourceError(f"{where}: {cells}") from cells
-        if len(cells) != len(settings.names):
-            raise SourceError(f"{where}: {len(cells)} cells, expected {len(settings.names)}")
-        named = zip(settings.names, cells, strict=True)
-        yield {name: cell_value(cell, types[name], name, where) for name, cell in named if name in types}
-
-
-def _column(kind: FieldType, payloads: Sequence[bytes]) -> Column:
-    if kind.item_bytes is not None:
-        values = np.frombuffer(b"".join(payloads), kind.numpy_dtype).reshape(len(payloads), *kind.shape)
-        return FixedColumn(values)
-    ends = np.cumsum(np.fromiter(map(len, payloads), np.int64, len(payloads)))
-    starts = np.concatenate((np.zeros(1, np.int64), ends[:-1])) if len(ends) else ends
-    return VariableColumn(np.frombuffer(b"".join(payloads), np.uint8), starts, ends, kind)
+def object_of(value: object, where: str) -> dict[str, object]:
+    """Return a value of JSON if it is an object; raise SourceError if it is none."""
+    if isinstance(value, dict):
+        return value
+    raise SourceError(
+        f"{where}: holds a {type(value).__name__}, not an object; each line must be one JSON object, or the file one "
+        "array of them"
+    )
 
 
 # ---- CSV
 
 
-def read_cells(
-    lines: Iterable[str], delimiter: str, quote: str
-) -> Iterator[tuple[list[str] | csv.Error | UnicodeError, int]]:
-    """Yield the cells of each row of strict CSV, or why it is no row, and the number of lines read so far.
+def csv_rows(
+    data: bytes,
+    delimiter: str,
+    quote: str,
+    name_of: LineName,
+    *,
+    encoding: str = "utf-8",
+    is_last: bool = True,
+) -> LineRows:
+    """Split rows of strict CSV into cells.
 
     Args:
-        lines: lines with their ends, decoded with the error handler `UNDECODED`.
+        data: whole lines in UTF-8; other bytes are an error of their row.
         delimiter: character between cells.
-        quote: ``"`` if cells may be enclosed, otherwise quotes are characters.
+        quote: ``"`` if cells may be enclosed; "none" if quotes are characters; "maybe" if the user must say so where a
+            cell begins with a quote.
+        name_of: returns the name of a line.
+        encoding: encoding of the file, for messages.
+        is_last: a quote that is not closed is an error; otherwise, its row is left for a call with more lines.
     """
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
+    text = data.decode(errors=UNDECODED)
     reader = csv.reader(
-        lines,
+        io.StringIO(text, newline=""),
         delimiter=delimiter,
         quoting=csv.QUOTE_MINIMAL if quote == '"' else csv.QUOTE_NONE,
         strict=True,
     )
-    found: list[str] | csv.Error | UnicodeError
+    rows: list[Any] = []
+    lines = [0]  # first line of each row, and of the next one
     while True:
         try:
-            found = next(reader)
-            "".join(found).encode()  # fails for bytes that were not decoded
-        except StopIteration:
-            return
-        except (csv.Error, UnicodeEncodeError) as error:  # the reader continues with the next line
-            found = error
-        yield found, reader.line_num
+            for row in reader:
+                rows.append(row)
+                lines.append(reader.line_num)
+            break
+        except csv.Error as error:  # the reader continues with the next line
+            if "unexpected end" in str(error) and not is_last:
+                break
+            rows.append(_no_row(name_of(lines[-1]), error))
+            lines.append(reader.line_num)
+    num_lines, num_bytes = lines.pop(), len(data)
+    if num_lines < reader.line_num:
+        whole = islice(io.StringIO(text, newline=""), num_lines)
+        num_bytes = sum(len(line.encode(errors=UNDECODED)) for line in whole)
+    is_text = text.isascii() or _is_text(text)
+    if not is_text or (quote == "maybe" and '"' in text):
+        rows = [_checked(row, quote, encoding, name_of(line)) for row, line in zip(rows, lines, strict=True)]
+    if not all(rows):
+        lines = [line for row, line in zip(rows, lines, strict=True) if row]
+        rows = [row for row in rows if row]
+    return LineRows(lines, rows, num_lines, num_bytes)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # for bytes that were not decoded
+        return False
+    return True
+
+
+def _checked(row: list[str] | SourceError, quote: str, encoding: str, where: str) -> list[str] | SourceError:
+    """Return the cells of a row, or why they are none."""
+    if isinstance(row, SourceError):
+        return row
+    if not _is_text("".join(row)):
+        if encoding == "utf-8":
+            return SourceError(
+                f"{where}: not UTF-8; convert the file, or build it with its encoding, such as --encoding latin-1"
+            )
+        return SourceError(f"{where}: not {encoding}; name another --encoding")
+    if quote == "maybe" and any(cell.startswith('"') for cell in row):
+        return SourceError(
+            f"{where}: a cell begins with a quote, which may enclose it or be a character of it; pass --quote none to "
+            "keep quotes as characters, or --quote '\"' to remove those that enclose cells"
+        )
+    return row
+
+
+def _no_row(where: str, error: csv.Error) -> SourceError:
+    if "unexpected end" in str(error):
+        return SourceError(
+            f"{where}: a quote that is never closed encloses the rest of the file; close it, or pass --quote none if "
+            "quotes are plain characters"
+        )
+    return SourceError(
+        f"{where}: not CSV ({error}); fix the line, or pass --quote none if quotes are plain characters"
+    )
+
+
+def even_rows(rows: Sequence[Any], names: Sequence[str], name_of: Callable[[int], str]) -> Sequence[Any]:
+    """Return rows of cells, each that has not one for each column replaced by an error."""
+    try:
+        if set(map(len, rows)) == {len(names)}:
+            return rows
+    except TypeError:  # an error has no length
+        pass
+    return [
+        SourceError(f"{name_of(row)}: {len(cells)} cells, but the header has {len(names)}; fix the row")
+        if not isinstance(cells, SourceError) and len(cells) != len(names)
+        else cells
+        for row, cells in enumerate(rows)
+    ]
+
+
+def cell_samples(
+    rows: Sequence[Any],
+    names: Sequence[str],
+    types: Mapping[str, str],
+    name_of: Callable[[int], str],
+    value_of: CellValue | None = None,
+) -> list[Any]:
+    """Return a sample for each row of cells, or the error that says why there is none.
+
+    Args:
+        rows: rows of `csv_rows`.
+        names: columns of the file.
+        types: column to convert → type, of `cell_type`.
+        name_of: returns the name of a row.
+        value_of: function to convert with instead of `cell_value`.
+    """
+    rows = even_rows(rows, names, name_of)
+    try:
+        if value_of is not None:
+            raise ValueError("each cell is converted by itself")
+        columns = zip(names, zip(*rows, strict=True), strict=True)
+        values = {name: _cell_values(cells, types[name], name) for name, cells in columns if name in types}
+        if values:
+            return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    except (ValueError, KeyError, TypeError, SourceError):
+        pass
+    return [
+        row
+        if isinstance(row, SourceError)
+        else _cell_sample(row, names, types, name_of(place), value_of or cell_value)
+        for place, row in enumerate(rows)
+    ]
+
+
+def _cell_sample(
+    cells: Sequence[str], names: Sequence[str], types: Mapping[str, str], where: str, value_of: CellValue
+) -> dict[str, object] | SourceError:
+    try:
+        named = zip(names, cells, strict=True)
+        return {name: value_of(cell, types[name], name, where) for name, cell in named if name in types}
+    except SourceError as error:
+        return error
 
 
 def cell_type(kind: FieldType) -> str:
@@ -207,7 +353,7 @@ def cell_value(cell: str, kind: str, name: str, where: str) -> object:
         return parse_json(cell.encode(), f"{where}, field {name!r}")
     if kind == "bool" and cell in TRUTHS:
         return TRUTHS[cell]
-    if "int" in kind and re.fullmatch(r"[+-]?[0-9]{1,20}", cell):
+    if "int" in kind and _INTEGER.fullmatch(cell):
         return int(cell)
     if "float" in kind:
         with suppress(ValueError):
@@ -226,6 +372,31 @@ def _is_same(cell: str, number: float, kind: str) -> bool:
     if not math.isfinite(number):
         return "n" in cell.lower()  # nan, inf and infinity
     return kind != "float64" or re.fullmatch(r"[+-]?[0-9]+", cell) is None or int(cell) == number
+
+
+def _cell_values(cells: Sequence[str], kind: str, name: str) -> Sequence[object]:
+    """Return the values that `cell_value` returns for each cell.
+
+    Raises:
+        ValueError, KeyError, SourceError: A cell must be looked at by itself.
+    """
+    if kind.endswith("?"):
+        values = iter(_cell_values([cell for cell in cells if cell], kind.removesuffix("?"), name))
+        return [next(values) if cell else None for cell in cells]
+    if kind == "str" or not cells:
+        return cells
+    if kind == "bool":
+        return [TRUTHS[cell] for cell in cells]
+    if "[" not in kind and "float" in kind:
+        numbers = list(map(float, cells))
+        if not all(-_EXACT < number < _EXACT or number != number for number in numbers):
+            raise ValueError("numbers that float64 may change")
+        return numbers
+    if "[" not in kind and "int" in kind:
+        if not _INTEGERS.fullmatch(",".join(cells)):
+            raise ValueError("not integers")
+        return list(map(int, cells))
+    return [cell_value(cell, kind, name, "") for cell in cells]
 
 
 def _takes_numbers(kind: str, cell: str) -> bool:

@@ -6,6 +6,7 @@ import csv
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import IntegrityError, SourceError, UsageError
-from shardkit.formats import Schema, line_blocks
-from shardkit.formats.strict_json import parse_json
+from shardkit.formats import line_blocks
+from shardkit.formats.sample_columns import encode_rows
+from shardkit.formats.strict_json import parse_objects
 from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.build_run import build
-from shardkit_tools.importers import ImportOptions, json_lines
+from shardkit_tools.importers import ImportOptions, line_importer
 from tests.integration.test_adopt_folders import adopt_killed
 
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
@@ -229,19 +231,18 @@ def test_a_row_is_parsed_once_and_again_if_it_must_be_checked(
         rows = [json.dumps({"n": n, "text": name}) for n in range(50)]
         (tmp_path / "lines" / f"{name}.jsonl").write_text("\n".join(rows))
     counts: Counter[str] = Counter()
-    parse, encode = parse_json, Schema.encode
 
-    def counted_parse(data: bytes, where: str) -> object:
-        counts["parsed"] += 1
-        return parse(data, where)
+    def counted(name: str, function: Any, rows_of: Callable[..., int]) -> Any:
+        def call(*arguments: Any) -> Any:
+            counts[name] += rows_of(*arguments)
+            return function(*arguments)
 
-    def counted_encode(self: Schema, sample: Any, *, where: str) -> tuple[bytes, ...]:
-        counts["encoded"] += 1
-        return encode(self, sample, where=where)
+        return call
 
-    for module in (json_lines, line_blocks):
-        monkeypatch.setattr(module, "parse_json", counted_parse)
-    monkeypatch.setattr(Schema, "encode", counted_encode)
+    parse = counted("parsed", parse_objects, lambda data: data.count(b"\n") + 1)
+    monkeypatch.setattr(line_blocks, "parse_objects", parse)
+    encode = counted("encoded", encode_rows, lambda schema, rows, name_of: len(rows))
+    monkeypatch.setattr(line_importer, "encode_rows", encode)
     adopt([tmp_path / "lines"], tmp_path / "root", block_size="256B", options=options)
     assert counts == expected
     monkeypatch.undo()

@@ -10,16 +10,15 @@ cell is an empty text; in a column of numbers or booleans it means no value, and
 from __future__ import annotations
 
 import codecs
-import csv
 import functools
 import io
-import itertools
 import math
 import re
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from codecs import BOM_UTF8
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import BinaryIO, TypeAlias, cast
+from typing import BinaryIO, cast
 
 from shardkit.errors import SourceError, UsageError
 from shardkit.extras import shell_word
@@ -27,27 +26,23 @@ from shardkit.formats.line_blocks import (
     MISSING,
     TRUTHS,
     UNDECODED,
+    LineName,
+    LineRows,
+    cell_samples,
     cell_type,
     cell_value,
-    read_cells,
+    csv_rows,
+    even_rows,
 )
-from shardkit_tools.importers.line_ranges import (
-    before_damage,
-    cut_lines,
-    holds_plain_rows,
-    rest_as_failure,
-    rows_to_infer,
+from shardkit_tools.importers.line_importer import (
+    LineBlock,
+    LineImporter,
+    ParseLines,
+    blocks_to_infer,
+    parse_pieces,
 )
-from shardkit_tools.importers.protocol import (
-    FileImporter,
-    ImportOptions,
-    SampleStream,
-    Source,
-    SourceFailure,
-    SourceFile,
-    SourceSample,
-    SourceTask,
-)
+from shardkit_tools.importers.line_ranges import READ_BYTES, cut_lines, holds_plain_rows, read_pieces
+from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
 from shardkit_tools.importers.source_files import (
     check_suffixes,
     file_suffix,
@@ -60,17 +55,24 @@ _SCAN_ROWS = 100_000
 _HEADER_BYTES = 1 << 16
 _INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
-_NOT_FINITE = re.compile(r"nan|NaN|[+-]?(?:inf|Inf|Infinity|infinity)\Z")
+_NOT_FINITE = re.compile(r"(?:nan|NaN|[+-]?(?:inf|Inf|Infinity|infinity))\Z")
 _INT64 = range(-(2**63), 2**63)
 _EXACT = 2**53  # float64 holds every integer up to this
 _MOST_DIGITS = 30  # more than an int64 has, less than Python converts
-_UTF8 = "utf-8-sig"
-_NumberedCells: TypeAlias = tuple[int, list[str] | SourceError]
+UTF8 = "utf-8"
+_PLAIN_CELLS = {
+    "": "",
+    "int64": "[+-]?(?:0|[1-9][0-9]{0,14})",
+    "float64": r"[+-]?(?:(?:0|[1-9][0-9]{0,99})\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?",
+    "not finite": "nan|NaN|[+-]?(?:inf|Inf|Infinity|infinity)",
+    "bool": "|".join(TRUTHS),
+}
+"""Kind of a cell → pattern of cells that certainly are of it."""
 _INDEX = "index"  # name of a first column that the header does not name
 
 
 @dataclass(frozen=True, kw_only=True)
-class CsvImporter(FileImporter):
+class CsvImporter(LineImporter):
     """CSV tables as a source."""
 
     name: str = "csv"
@@ -82,39 +84,36 @@ class CsvImporter(FileImporter):
     quote: str
     """What encloses cells: '"', "none", or "maybe": the user must say so if a cell begins with a quote."""
 
-    def _rows(self, task: SourceTask) -> SampleStream:
-        """Yield the rows; a row that does not fit is a failure of that row only."""
-        first = max(0, task.first_row - 1)  # the header is not a row
-        for file in task.files:
-            rows = _rows(file, self.encoding, self.quote, task.start, task.stop, first)
-            yield from rest_as_failure(file, self.rows_of(file, rows, first))
+    def pieces(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        return _pieces(file, self.encoding, start, stop)
 
-    def rows_of(self, file: SourceFile, rows: Iterable[_NumberedCells], first: int = 0) -> SampleStream:
-        """Yield a sample or a failure for each (number of its line, cells); `first` rows of the file are before."""
+    def parser(self, file: SourceFile) -> ParseLines:
+        return _parser(file, self.encoding, self.quote)
+
+    def blocks(self, file: SourceFile, pieces: Iterable[bytes], first_line: int = 0) -> Iterator[LineBlock]:
+        return _blocks(file, pieces, self.encoding, self.quote, first_line)
+
+    def samples(self, block: LineBlock) -> LineBlock:
         types = {name: cell_type(kind) for name, kind in self.fields.items()}  # without excluded columns
-        names = self.names_of(file)
-        lacking = dict.fromkeys(name for name in types if name not in names)
-        value_of = _value_or_cell if self.options.unchecked else cell_value
-        for row, (line, cells) in enumerate(rows, first):
-            where = f"{file.path} line {line}"
-            try:
-                named = zip(names, _checked(cells, names, where, self.quote), strict=True)
-                sample = {n: value_of(cell, types[n], n, where) for n, cell in named if n in types} | lacking
-            except SourceError as error:
-                yield SourceFailure(file.name, row, error)
-                continue
-            yield SourceSample(sample, None, file.name, row, where=where)
+        names = self.names_of(block.file)
+        value_of = _value_or_cell if self.options.unchecked else None
+        rows = cell_samples(block.rows, names, types, block.name_of, value_of)
+        if lacking := dict.fromkeys(name for name in types if name not in names):
+            rows = [row if isinstance(row, SourceError) else row | lacking for row in rows]
+        return block._replace(rows=rows)
 
-    def is_plain(self, piece: bytes) -> bool:
-        """Return True if the lines of a piece are rows, see `holds_plain_rows`."""
-        return holds_plain_rows(self.quote, piece)
+    def plain_rows(self, lines: bytes) -> int | None:
+        """Return the number of lines if each is certainly a row; otherwise None."""
+        if not holds_plain_rows(self.quote, b"\n" + lines + b"\0"):
+            return None
+        return lines.count(b"\n") + (not lines.endswith(b"\n"))
 
     def names_of(self, file: SourceFile) -> tuple[str, ...]:
         """Return the names of all columns of a file."""
         return self.others.get(file.name, self.names)
 
     def _settings(self) -> dict[str, object]:
-        encoding: dict[str, object] = {} if self.encoding == _UTF8 else {"encoding": self.encoding}
+        encoding: dict[str, object] = {} if self.encoding == UTF8 else {"encoding": self.encoding}
         return encoding if self.quote == '"' else {**encoding, "quote": self.quote}
 
 
@@ -164,7 +163,8 @@ def _encoding(source: Source, options: ImportOptions) -> str:
     if options.encoding:
         try:
             "a".encode(options.encoding)  # fails for encodings that are not of text, such as hex and zip
-            return codecs.lookup(options.encoding).name
+            name = codecs.lookup(options.encoding).name
+            return UTF8 if name == "utf-8-sig" else name
         except LookupError:
             raise UsageError(
                 f"--encoding {options.encoding!r}: no such encoding; expected one such as latin-1, cp1252 or shift_jis"
@@ -172,36 +172,34 @@ def _encoding(source: Source, options: ImportOptions) -> str:
     for file in source.files:
         with suppress(SourceError), open_plain(file) as stream:  # reported when the headers are read
             is_wide = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-            return "utf-16" if is_wide else _UTF8
-    return _UTF8
+            return "utf-16" if is_wide else UTF8
+    return UTF8
 
 
 def _infer(
     source: Source, headers: Sequence[dict[str, None]], encoding: str, quote: str, options: ImportOptions
 ) -> dict[str, str]:
-    # column → kind → where it is first
-    kinds: dict[str, dict[str, str]] = {name: {} for header in headers for name in header}
-    rows = (
-        (file, header, one)
-        for file, header in zip(source.files, headers, strict=True)
-        for one in before_damage(_rows(file, encoding, quote), skip=options.skip_bad_rows)
-    )
+    columns = {name: _Column() for header in headers for name in header}
+    names_of = {file.name: list(header) for file, header in zip(source.files, headers, strict=True)}
+
+    def blocks_of(file: SourceFile) -> Iterator[LineBlock]:
+        return _blocks(file, _pieces(file, encoding), encoding, quote)
+
     seen = 0
-    for file, names, (line, found) in itertools.islice(rows, rows_to_infer(source.files, _SCAN_ROWS)):
-        where = f"{file.path} line {line}"
-        try:
-            cells = _checked(found, names, where, quote)
-        except SourceError:
+    for block in blocks_to_infer(source, blocks_of, _SCAN_ROWS, skip=options.skip_bad_rows):
+        names = names_of[block.file.name]
+        rows = even_rows(block.rows, names, block.name_of)
+        places = [place for place, row in enumerate(rows) if not isinstance(row, SourceError)]
+        if len(places) < len(rows):
             if not options.skip_bad_rows:
-                raise
-            continue
-        seen += 1
-        for name, cell in zip(names, cells, strict=True):
-            kind = _kind(cell)
-            if kind not in kinds[name]:
-                kinds[name][kind] = f"{cell!r} in {where}"
+                raise next(row for row in rows if isinstance(row, SourceError))
+            rows = [rows[place] for place in places]
+        seen += len(rows)
+        for name, cells in zip(names, zip(*rows, strict=True), strict=bool(rows)):
+            columns[name].add(cells, lambda place: block.name_of(places[place]))  # noqa: B023
     if not seen:
         raise SourceError(f"{source.given}: a header and no rows; give a table with samples in it")
+    kinds = {name: column.kinds for name, column in columns.items()}
     types = {name: _common(found) for name, found in kinds.items()}
     for name in lacking_columns(source, headers, options):
         types[name] = types[name].removesuffix("?") + "?"
@@ -214,6 +212,28 @@ def _infer(
                 "cells as missing values"
             )
     return types
+
+
+class _Column:
+    """The kinds of the cells of a column."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, str] = {}  # kind → its first cell and where it is
+        self._known = re.compile("(?!)")  # cells of these kinds, joined by commas
+
+    def add(self, cells: Sequence[str], name_of: Callable[[int], str]) -> None:
+        """Note the kinds of more cells; of a column with text, which decides its type, no more are looked at."""
+        if "str" in self.kinds:
+            return
+        text = ",".join(cells)
+        if text.count(",") == len(cells) - 1 and self._known.fullmatch(text):
+            return
+        for place, cell in enumerate(cells):
+            kind = _kind(cell)
+            if kind not in self.kinds:
+                self.kinds[kind] = f"{cell!r} in {name_of(place)}"
+        if known := "|".join(f"(?:{_PLAIN_CELLS[kind]})" for kind in self.kinds if kind in _PLAIN_CELLS):
+            self._known = re.compile(f"(?:{known})(?:,(?:{known}))*")
 
 
 def _kind(cell: str) -> str:
@@ -253,31 +273,13 @@ def _value_or_cell(cell: str, kind: str, name: str, where: str) -> object:
         return cell or None
 
 
-def _checked(cells: list[str] | SourceError, names: Collection[str], where: str, quote: str) -> list[str]:
-    """Return the cells of a row that has one for each column."""
-    if isinstance(cells, SourceError):
-        raise cells
-    if len(cells) != len(names):
-        raise SourceError(f"{where}: {len(cells)} cells, but the header has {len(names)}; fix the row")
-    _check_quotes(cells, where, quote)
-    return cells
-
-
-def _check_quotes(cells: list[str], where: str, quote: str) -> None:
-    """Refuse a table separated by tabs if its readers disagree on quotes."""
-    if quote == "maybe" and any(cell.startswith('"') for cell in cells):
-        raise SourceError(
-            f"{where}: a cell begins with a quote, which may enclose it or be a character of it; pass --quote none to "
-            "keep quotes as characters, or --quote '\"' to remove those that enclose cells"
-        )
-
-
 def _header(file: SourceFile, encoding: str, quote: str) -> dict[str, None]:
     """Return the names of the columns of a file, in order."""
     if not file.size:
         raise SourceError(f"{file.path}: an empty file; write it again, or leave it out: --on-error skip")
-    with open_plain(file) as stream, closing(_cells(stream, file, encoding, quote)) as cells:
-        _, header = next(cells, (1, list[str]()))
+    lines = (line for piece in _pieces(file, encoding) for line in piece.splitlines(keepends=True))
+    block = next(parse_pieces(file, lines, _parser(file, encoding, quote)), None)
+    header: list[str] | SourceError = block.rows[0] if block is not None and block.rows else []
     if isinstance(header, SourceError):
         raise header
     if "\0" in "".join(header):
@@ -286,7 +288,6 @@ def _header(file: SourceFile, encoding: str, quote: str) -> dict[str, None]:
         )
     if "".join(header).startswith("sep="):
         raise SourceError(f"{file.path} line 1: 'sep=' is a setting of Excel, not a header; delete the line")
-    _check_quotes(header, f"{file.path} line 1", quote)
     if len(header) > 1 and not header[0]:
         header[0] = _INDEX  # as pandas writes an index without a name
     if not header or not all(header):
@@ -299,6 +300,55 @@ def _header(file: SourceFile, encoding: str, quote: str) -> dict[str, None]:
     return dict.fromkeys(header)
 
 
+def _pieces(file: SourceFile, encoding: str, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    """Yield a file, or a range that starts and stops at line ends, in pieces of whole lines of UTF-8.
+
+    Bytes that are not text of the encoding are none of UTF-8 either.
+    """
+    if encoding == UTF8:
+        for number, piece in enumerate(read_pieces(file, start, stop)):
+            yield piece.removeprefix(BOM_UTF8) if not (number or start) else piece
+        return
+    line = 1
+    with open_plain(file) as stream:
+        if start:
+            stream.seek(start)
+        part = stream if stop is None else cast(BinaryIO, io.BytesIO(stream.read(stop - start)))
+        decoded = io.TextIOWrapper(part, encoding=encoding, newline="", errors=UNDECODED)
+        try:
+            while text := decoded.read(READ_BYTES):
+                if not text.endswith("\n"):
+                    text += decoded.readline()
+                line += text.count("\n")
+                yield text.encode(errors=UNDECODED)
+        except UnicodeError as error:
+            raise SourceError(
+                f"{file.path} near line {line}: not {encoding} ({error}); name another --encoding"
+            ) from error
+        finally:
+            decoded.detach()
+
+
+def _blocks(
+    file: SourceFile, pieces: Iterable[bytes], encoding: str, quote: str, first_line: int = 0
+) -> Iterator[LineBlock]:
+    """Yield the rows below the header, as cells, of pieces that begin after `first_line` lines of a file."""
+    row = first_line - 1  # the header is no row
+    for block in parse_pieces(file, pieces, _parser(file, encoding, quote), first_line):
+        found = block._replace(numbers=range(row, row + len(block.rows)))
+        row += len(block.rows)
+        yield found.part(1, None) if found.numbers and found.numbers[0] < 0 else found
+
+
+def _parser(file: SourceFile, encoding: str, quote: str) -> ParseLines:
+    delimiter = delimiter_of(file, encoding)
+
+    def parse(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
+        return csv_rows(data, delimiter, quote, name_of, encoding=encoding, is_last=is_last)
+
+    return parse
+
+
 @functools.lru_cache(maxsize=1024)
 def delimiter_of(file: SourceFile, encoding: str) -> str:
     """Return the delimiter of a file: by its extension, or by its header."""
@@ -307,84 +357,3 @@ def delimiter_of(file: SourceFile, encoding: str) -> str:
     with open_plain(file) as stream:
         header = re.split(r"[\r\n]", stream.read(_HEADER_BYTES).decode(encoding, "replace"), maxsplit=1)[0]
     return max(",;\t|", key=header.count) if "," not in header else ","
-
-
-def _rows(
-    file: SourceFile, encoding: str, quote: str, start: int = 0, stop: int | None = None, first: int = 0
-) -> Iterator[_NumberedCells]:
-    """Yield (number of the first line, cells) of the rows below the header, without empty lines.
-
-    Of a range, yield its rows, where `first` rows of the file are before it.
-
-    A range begins at a row, or at the header, and holds no empty lines.
-    """
-    stream = open_plain(file)
-    if start or stop is not None:
-        with stream:
-            stream.seek(start)
-            part = stream.read((file.size if stop is None else stop) - start)
-        stream = cast(BinaryIO, io.BytesIO(part))
-    if start and encoding == _UTF8:
-        encoding = "utf-8"  # a byte-order mark is only at the beginning of a file
-    with stream, closing(_cells(stream, file, encoding, quote, line=first + 1 if start else 0)) as cells:
-        if not start:
-            next(cells, None)
-        yield from (row for row in cells if row[1])
-
-
-def _cells(
-    stream: BinaryIO, file: SourceFile, encoding: str, quote: str, *, line: int = 0
-) -> Generator[_NumberedCells]:
-    """Yield (number of the first line, cells) of every row of a file, or of a range after `line` lines."""
-    text = io.TextIOWrapper(stream, encoding=encoding, newline="", errors=UNDECODED)
-    try:
-        rows = read_cells(text, delimiter_of(file, encoding), quote)
-        yield from numbered_cells(rows, file, encoding, line=line)
-    finally:
-        text.detach()  # the caller closes the stream
-
-
-def numbered_cells(
-    rows: Iterator[tuple[list[str] | csv.Error | UnicodeError, int]],
-    file: SourceFile,
-    encoding: str = _UTF8,
-    *,
-    line: int = 0,
-) -> Iterator[_NumberedCells]:
-    """Yield (number of the first line, cells or an error) of rows of `read_cells` that begin after `line` lines.
-
-    Raises:
-        SourceError: The rest of the text is not of this encoding.
-    """
-    start = line + 1
-    try:
-        for found, lines in rows:
-            where = f"{file.path} line {start}"
-            if isinstance(found, UnicodeError):
-                yield start, _undecoded(where, encoding, found)
-            elif isinstance(found, csv.Error):
-                yield start, _no_row(where, found)
-            else:
-                yield start, found
-            start = line + lines + 1
-    except UnicodeError as error:
-        raise _undecoded(f"{file.path} near line {start}", encoding, error) from error
-
-
-def _undecoded(where: str, encoding: str, error: UnicodeError) -> SourceError:
-    if encoding in (_UTF8, "utf-8"):
-        return SourceError(
-            f"{where}: not UTF-8; convert the file, or build it with its encoding, such as --encoding latin-1"
-        )
-    return SourceError(f"{where}: not {encoding} ({error}); name another --encoding")
-
-
-def _no_row(where: str, error: csv.Error) -> SourceError:
-    if "unexpected end" in str(error):
-        return SourceError(
-            f"{where}: a quote that is never closed encloses the rest of the file; close it, or pass --quote none if "
-            "quotes are plain characters"
-        )
-    return SourceError(
-        f"{where}: not CSV ({error}); fix the line, or pass --quote none if quotes are plain characters"
-    )

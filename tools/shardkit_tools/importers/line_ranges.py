@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import BinaryIO, TypeVar
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers.protocol import SampleStream, SourceFailure, SourceFile, SourceTask
+from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import (
     group_files,
     is_compressed,
@@ -17,6 +17,9 @@ from shardkit_tools.importers.source_files import (
 _Row = TypeVar("_Row")
 _RANGE_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20
+READ_BYTES = 1 << 20
+"""Number of bytes that are read and parsed at once; the end of their last line is added."""
+
 _MAX_LINE_BYTES = 1 << 30
 
 INFERRED_BYTES = 256 << 20
@@ -53,25 +56,53 @@ def cut_lines(
 
 def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
     """Yield the lines of a file without line ends, or of a range that starts and stops at line ends."""
+    for piece in read_pieces(file, start, stop):
+        lines = piece.split(b"\n")
+        for line in lines if lines[-1] else lines[:-1]:
+            yield line.removesuffix(b"\r")
+
+
+def read_pieces(file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    """Yield the bytes of a file, or of a range that starts and stops at line ends, in pieces of whole lines."""
     with open_plain(file) as stream:
         if start:
             stream.seek(start)
-        at = start
-        for line in whole_lines(stream, file.path):
-            yield line.removesuffix(b"\n").removesuffix(b"\r")
-            at += len(line)
-            if at == stop:
-                return
+        yield from whole_lines(stream, file.path, None if stop is None else stop - start)
 
 
-def whole_lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
-    """Yield the lines of a stream with their ends; raise SourceError if one is too long."""
-    while line := stream.readline(_MAX_LINE_BYTES):
-        if len(line) == _MAX_LINE_BYTES:
-            raise SourceError(
-                f"{path}: a line is longer than {_MAX_LINE_BYTES} bytes; is it a file of lines?"
-            )
-        yield line
+def whole_lines(stream: BinaryIO, path: str, size: int | None = None) -> Iterator[bytes]:
+    """Yield the next bytes of a stream, `size` or all, in pieces of whole lines.
+
+    Raises:
+        SourceError: The rest cannot be read, or a line is too long; the lines before were yielded.
+    """
+    damage: SourceError | None = None
+    while size != 0 and damage is None:
+        left = READ_BYTES if size is None else min(READ_BYTES, size)
+        parts: list[bytes] = []
+        try:
+            while left > 0 and (part := stream.read1(left)):  # type: ignore[attr-defined]  # it is buffered
+                parts.append(part)
+                left -= len(part)
+            if parts and not parts[-1].endswith(b"\n"):
+                parts.append(stream.readline(_MAX_LINE_BYTES))
+                if len(parts[-1]) == _MAX_LINE_BYTES:
+                    damage = SourceError(
+                        f"{path}: a line is longer than {_MAX_LINE_BYTES} bytes; is it a file of lines?"
+                    )
+        except SourceError as error:
+            damage = error
+        piece = b"".join(parts)
+        if damage is not None:
+            piece = piece[: piece.rfind(b"\n") + 1]
+        elif not piece:
+            return
+        if size is not None:
+            size -= len(piece)
+        if piece:
+            yield piece
+    if damage is not None:
+        raise damage
 
 
 def before_damage(rows: Iterator[_Row], *, skip: bool) -> Iterator[_Row]:
@@ -81,25 +112,6 @@ def before_damage(rows: Iterator[_Row], *, skip: bool) -> Iterator[_Row]:
     except SourceError:
         if not skip:
             raise
-
-
-def rest_as_failure(file: SourceFile, rows: SampleStream) -> SampleStream:
-    """Yield the rows of a file; an error that ends them is the failure of row -1, so that other files are read."""
-    try:
-        yield from rows
-    except SourceError as error:
-        yield SourceFailure(file.name, -1, error)
-
-
-def count_plain_lines(file: SourceFile, is_plain: Callable[[bytes], bool]) -> int | None:
-    """Return the number of lines of a table, or None if they are not certainly rows."""
-    lines, before = 0, b"\n"  # so that an empty first line is detected as well
-    with open_file(file) as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            if not is_plain(before + piece):
-                return None
-            lines, before = lines + piece.count(b"\n"), piece[-1:]
-    return lines + (before != b"\n") if is_plain(before + b"\0") else None
 
 
 def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile,
 
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
+_AT_ONCE = 16 << 10  # bytes to decompress in one call: damage loses those of its call
 _FRAME_PIECE = 4 << 10  # decompresses to about 128 MiB at most
 _TASK_BYTES = 64 << 20
 _TASK_FILES = 4096
@@ -322,7 +323,7 @@ class _GuardedStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         try:
-            data = self._inner.read(len(buffer))
+            data = self._inner.read(min(len(buffer), _AT_ONCE))
         except (OSError, EOFError, zlib.error, ZstdError, lzma.LZMAError) as error:
             raise SourceError(
                 f"{self._path}: cannot be decompressed ({error}); fetch or write it again"

@@ -1,0 +1,173 @@
+"""Lines that are parsed together have the values that each has by itself, and columns the payloads of their samples."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shardkit.errors import SampleError, SourceError
+from shardkit.formats import Schema
+from shardkit.formats.block import payloads_of
+from shardkit.formats.line_blocks import cell_samples, cell_value, csv_rows, json_rows
+from shardkit.formats.sample_columns import encode_rows
+from shardkit.formats.strict_json import parse_json, parse_objects
+
+_PIECES = [
+    '"a"', '"b"', '"a\\""', '":"', '"\\\\"', '" : "', '"\\u0061"', '"\\ud83d"', '"\x01"', '"é"', "1", "-0", "1e999",
+    "12345678901234567890", "1" * 30, "0.1", "01", "NaN", "true", "null", ":", " :", "\t:", ": ", ",", "{", "}", "[",
+    "]", " ", "\r", "\n", "}\n{", "\ufeff", "{}", '{"a":1}', '{"a" :1,"a":2}', '{"a":{"b":[]}}', '{":":":"}',
+]  # fmt: skip
+_DIRT = st.lists(st.sampled_from(_PIECES), max_size=12).map("".join)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+_OBJECTS = st.dictionaries(st.text(max_size=3), _VALUES, max_size=4).map(json.dumps)
+_PAIRS = st.tuples(
+    st.sampled_from(['"a"', '"b"', '"\\u0061"', '"a\\\\"', '":"']), st.sampled_from(["", " ", "\t "]), _DIRT
+)
+_MEMBERS = st.lists(_PAIRS.map(lambda pair: f"{pair[0]}{pair[1]}:{pair[2]}"), max_size=3)
+_LINES = st.lists(_OBJECTS | _MEMBERS.map(lambda members: "{" + ",".join(members) + "}") | _DIRT, max_size=5)
+
+
+@settings(max_examples=500)
+@given(_LINES, st.sampled_from(["\n", "\r\n", "\n\n"]))
+@example(['{"a":1} {"b":2}', '{"c":', "3}"], "\n")
+@example(['{"a":[{"x":1}', '{"y":2}]}'], "\n")
+@example(['{"a" :1,"a":2}', '{"a\\\\":1,"a\\\\":2}'], "\n")
+@example(['{"a":{"b":1,"b":2}}', '{"a":":","b":" :"}'], "\n")
+def test_lines_together_have_the_values_that_each_has_alone(lines: list[str], end: str) -> None:
+    data = end.join(lines).encode("utf-8", "surrogatepass")
+    expected: dict[int, str] = {}
+    for number, line in enumerate(data.split(b"\n")):
+        if line.strip():
+            expected[number] = "error"
+            with suppress(SourceError):
+                value = parse_json(line, "")
+                expected[number] = repr(value) if isinstance(value, dict) else "error"
+    found = json_rows(data, str)
+    rows = ["error" if isinstance(row, SourceError) else repr(row) for row in found.rows]
+    assert dict(zip(found.lines, rows, strict=True)) == expected
+    together = parse_objects(data)
+    assert together is None or list(map(repr, together)) == list(expected.values())
+
+
+_KINDS = [
+    "bytes",
+    "str",
+    "json",
+    "bool",
+    "int8",
+    "int64",
+    "uint64",
+    "float32",
+    "float64",
+    "int32[2]",
+    "int32[*]",
+    "date",
+]
+_SAMPLES: st.SearchStrategy[Any] = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**65), 2**65)
+    | st.integers(0, 1)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=()), max_size=4)
+    | st.binary(max_size=4)
+    | st.lists(st.integers(-5, 5), max_size=3)
+    | st.just("2024-02-29")
+)
+_PLAIN = st.sampled_from(
+    [st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=4)]
+)
+
+
+@settings(max_examples=400)
+@given(
+    st.sampled_from(_KINDS),
+    st.booleans(),
+    st.lists(_SAMPLES, max_size=6) | _PLAIN.flatmap(lambda one: st.lists(st.none() | one, max_size=6)),
+)
+@example("uint64", False, [2**64 - 1, -1])
+@example("float64", False, [2**53 + 1, 0.5])
+def test_columns_have_the_payloads_of_their_samples(kind: str, optional: bool, values: list[Any]) -> None:
+    schema = Schema.parse({"f": kind + "?" * optional})
+    columns, bad = encode_rows(schema, [{"f": value} for value in values], lambda row: f"row {row}")
+    found = list(zip(*(map(bytes, payloads_of(column)) for column in columns.values()), strict=True))
+    assert list(columns) == list(schema.stored)
+    for row, value in enumerate(values):
+        if row not in bad:
+            assert found[row] == schema.encode({"f": value}, where=f"row {row}")
+            continue
+        with pytest.raises(SampleError, match=f"^{re.escape(str(bad[row]))}$"):
+            schema.encode({"f": value}, where=f"row {row}")
+
+
+_CELLS = st.text('a1,"\r\n \ufeffé\0', max_size=5) | st.sampled_from(
+    ["", "NA", "nan", "true", "07", "1e5", "1_0", "+5"]
+)
+
+
+@settings(max_examples=300)
+@given(st.text('a1,"\r\n \ufeffé\0', max_size=30), st.booleans())
+def test_rows_of_csv_are_those_of_the_csv_module(text: str, encloses: bool) -> None:
+    lines = io.StringIO(text, newline="")
+    reader = csv.reader(lines, quoting=csv.QUOTE_MINIMAL if encloses else csv.QUOTE_NONE, strict=True)
+    expected: dict[int, list[str] | str] = {}
+    line = 0
+    while True:
+        try:
+            row: list[str] | str = next(reader)
+        except StopIteration:
+            break
+        except csv.Error:
+            row = "error"
+        if row:
+            expected[line] = row
+        line = reader.line_num
+    found = csv_rows(text.encode(), ",", '"' if encloses else "none", str)
+    rows = ["error" if isinstance(row, SourceError) else row for row in found.rows]
+    assert dict(zip(found.lines, rows, strict=True)) == expected
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(_CELLS, max_size=6),
+    st.sampled_from(["str", "bytes", "bool", "int64", "float64", "json", "int32[*]"]),
+    st.booleans(),
+)
+def test_cells_of_a_column_have_the_values_that_each_has_alone(
+    cells: list[str], kind: str, optional: bool
+) -> None:
+    kind += "?" * optional
+    rows = cell_samples([[cell] for cell in cells], ["f"], {"f": kind}, str)
+    for cell, row in zip(cells, rows, strict=True):
+        try:
+            expected = cell_value(cell, kind, "f", "")
+        except SourceError:
+            assert isinstance(row, SourceError)
+        else:
+            assert repr(row) == repr({"f": expected})
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_a_row_that_continues_in_the_next_piece_is_read_once(size: int) -> None:
+    """Rows that a quote encloses are left for a call with more lines."""
+    text = b'a,"1\n2"\nb,"3\n\n4"\n\nc,d\n'
+    lines, rows, first, held = text.splitlines(keepends=True), [], 0, b""
+    for start in range(0, len(lines), size):
+        piece = held + b"".join(lines[start : start + size])
+        found = csv_rows(piece, ",", '"', str, is_last=start + size >= len(lines))
+        rows += [(first + line, row) for line, row in zip(found.lines, found.rows, strict=True)]
+        held, first = piece[found.num_bytes :], first + found.num_lines
+    assert rows == [(0, ["a", "1\n2"]), (2, ["b", "3\n\n4"]), (6, ["c", "d"])]
+    assert not held

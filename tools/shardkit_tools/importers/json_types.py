@@ -1,0 +1,309 @@
+"""Types of the fields of JSON objects: inferred from all rows or the first ones, and checked on the rest.
+
+    int → int64 (uint64 if a value needs it)       float → float64, which also takes exact ints
+    string → str    true, false → bool             object, list → json
+
+Two of these types in one field are an error that names both rows: the user decides how to resolve it, and
+``--schema field=json`` always works. Rows are looked at by column; one by one only where a column has something new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import EllipsisType, NoneType
+from typing import Any
+
+from shardkit.errors import ShardkitError, SourceError
+from shardkit.extras import shell_word
+from shardkit_tools.importers.protocol import MIXED
+
+SCAN_ROWS = 100_000
+"""Number of rows, in source order, for inferring the schema of a large source: the same for any number of jobs."""
+
+_WORDS = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number with a fraction",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+}
+_KINDS = {bool: "bool", int: "int64", float: "float64", str: "str", dict: "json", list: "json"}
+_TYPES: dict[str, set[type]] = {
+    "bool": {bool},
+    "int64": {int},
+    "uint64": {int},
+    "float64": {int, float},
+    "str": {str},
+    "json": {dict, list},
+}
+_MIN_INT64, _MAX_INT64, _MAX_UINT64 = -(2**63), 2**63 - 1, 2**64 - 1
+_EXACT = 2**53  # float64 holds every integer up to this
+
+
+@dataclass(frozen=True, slots=True)
+class _FieldFacts:
+    """Facts about one field: its type so far, and the row that it was inferred from."""
+
+    kind: str
+    where: str
+    value: object
+    unsigned: bool = False  # a value needs uint64
+    negative: bool = False
+    inexact: int | None = None  # an integer that float64 would change
+
+    def hold(self, values: Sequence[Any], types: set[type]) -> bool:
+        """Return True if values of these types certainly add nothing; False means that each must be learned."""
+        if not types <= _TYPES[self.kind]:
+            return False
+        if int not in types:
+            return True
+        integers = values if types == {int} else [value for value in values if type(value) is int]
+        low, high = min(integers), max(integers)
+        return (
+            (low >= 0 or (self.negative and low >= _MIN_INT64))
+            and (high <= _MAX_INT64 or (self.unsigned and high <= _MAX_UINT64))
+            and (max(-low, high) <= _EXACT or self.inexact is not None)
+        )
+
+    def learn(self, name: str, value: object, where: str) -> _FieldFacts:
+        """Return the facts with another value."""
+        kind = _KINDS[type(value)]
+        known = self
+        if kind != self.kind:
+            if {kind, self.kind} != {"int64", "float64"}:
+                raise SourceError(
+                    f"{where}: field {name!r} is {_short(value)}, but {_short(self.value)} in {self.where}; "
+                    f"make them alike, or pass --schema {shell_word(name)}=json"
+                )
+            known = replace(self, kind="float64")
+        if type(value) is not int:
+            return known
+        if not _MIN_INT64 <= value <= _MAX_UINT64:
+            raise SourceError(
+                f"{where}: field {name!r} is {value}, which no 64-bit integer holds; write it as a string"
+            )
+        return replace(
+            known,
+            negative=self.negative or value < 0,
+            unsigned=self.unsigned or value > _MAX_INT64,
+            inexact=self.inexact if _is_exact(value) else value,
+        )
+
+    def conclude(self, name: str) -> str:
+        """Return the type that holds all values."""
+        word = shell_word(name)
+        if self.kind == "float64" and self.inexact is not None:
+            raise SourceError(
+                f"field {name!r} holds {self.inexact}, which float64 would change, and numbers with a fraction "
+                f"({self.where} and others); write the numbers as strings, or pass --schema {word}=json"
+            )
+        if self.kind != "int64" or not self.unsigned:
+            return self.kind
+        if self.negative:
+            raise SourceError(
+                f"field {name!r} holds both negative integers and integers from 2**63 on; pass --schema "
+                f"{word}=json, or write them as strings"
+            )
+        return "uint64"
+
+
+class TypeInference:
+    """Finds types that hold every row.
+
+    Args:
+        given: field → type from the user; its values are not looked at.
+        skip: rows that do not fit the rows before them are left out.
+        unchecked: a field whose values have no common type is `MIXED`.
+    """
+
+    def __init__(self, given: Mapping[str, str], *, skip: bool, unchecked: bool) -> None:
+        self._given, self._skip, self._unchecked = given, skip, unchecked
+        self._facts: dict[str, _FieldFacts] = {}
+        self._valued: dict[str, int] = {}  # field, in order → number of rows with a value other than null
+        self._mixed = set[str]()
+        self.rows = 0
+
+    @property
+    def valued(self) -> set[str]:
+        """Fields with a value other than null."""
+        return {name for name, count in self._valued.items() if count}
+
+    @property
+    def json_fields(self) -> Collection[str]:
+        """Fields that are json without the user's saying so."""
+        return [name for name, known in self._facts.items() if known.kind == "json"]
+
+    def add(self, rows: Sequence[Any], name_of: Callable[[int], str]) -> None:
+        """Learn from rows of JSON objects, among which may be errors.
+
+        Raises:
+            SourceError: A row is an error, or does not fit the rows before it; unless rows are skipped.
+        """
+        if self._add_plain(rows):
+            return
+        for number, row in enumerate(rows):
+            try:
+                if isinstance(row, ShardkitError):
+                    raise row
+                self._add_row(row, name_of(number))
+            except SourceError:
+                if not self._skip:
+                    raise
+
+    def _add_plain(self, rows: Sequence[Any]) -> bool:
+        """Count rows that have nothing new; return False if some may have."""
+        if not _are_objects(rows) or not self._valued.keys() >= set().union(*rows):
+            return False
+        counts = {}
+        for name in self._valued:
+            values = [value for row in rows if (value := row.get(name)) is not None]
+            counts[name] = len(values)
+            if not values or name in self._given or name in self._mixed:
+                continue
+            known = self._facts.get(name)
+            if known is None or not known.hold(values, set(map(type, values))):
+                return False
+        for name, count in counts.items():
+            self._valued[name] += count
+        self.rows += len(rows)
+        return True
+
+    def _add_row(self, row: Mapping[str, object], where: str) -> None:
+        learned: dict[str, _FieldFacts] = {}
+        for name, value in row.items():
+            if value is None or name in self._given or name in self._mixed:
+                continue
+            known = self._facts.get(name)
+            try:
+                known = known or _FieldFacts(_KINDS[type(value)], where, value)
+                learned[name] = known.learn(name, value, where)
+            except SourceError:
+                if self._skip or not self._unchecked:
+                    raise
+                self._mixed.add(name)
+        self._facts |= learned
+        self.rows += 1
+        for name, value in row.items():
+            self._valued[name] = self._valued.get(name, 0) + (value is not None)
+
+    def types(self) -> dict[str, str]:
+        """Return field → type text; optional if a row lacks the field or has null; json if it is null in every row."""
+        types = {}
+        for name, count in self._valued.items():
+            found = MIXED if name in self._mixed else self._conclude(name)
+            types[name] = self._given.get(name) or found + "?" * (count < self.rows and found != MIXED)
+        return types
+
+    def _conclude(self, name: str) -> str:
+        known = self._facts.get(name)
+        try:
+            return known.conclude(name) if known is not None else "json"
+        except SourceError:
+            if not self._unchecked:
+                raise
+            return MIXED
+
+
+def check_rows(
+    rows: Sequence[Any], types: Mapping[str, str], given: Mapping[str, str], name_of: Callable[[int], str]
+) -> list[Any]:
+    """Return rows of JSON objects, each that does not have the inferred types replaced by an error."""
+    if _are_plain(rows, types, given):
+        return list(rows)
+    checked: list[Any] = []
+    for number, row in enumerate(rows):
+        try:
+            if not isinstance(row, ShardkitError):
+                _check_row(row, types, given, name_of(number))
+            checked.append(row)
+        except SourceError as error:
+            checked.append(error)
+    return checked
+
+
+def _are_objects(rows: Sequence[Any]) -> bool:
+    return set(map(type, rows)) <= {dict}
+
+
+def _are_plain(rows: Sequence[Any], types: Mapping[str, str], given: Collection[str]) -> bool:
+    """Return True if rows certainly have the inferred types; False means that each must be checked."""
+    if not _are_objects(rows) or not types.keys() >= set().union(*rows):
+        return False
+    for name, kind in types.items():
+        values = [row.get(name, ...) for row in rows]
+        found = set(map(type, values))
+        if kind.endswith("?"):
+            found -= {NoneType, EllipsisType}
+        if name in given:
+            if EllipsisType in found:
+                return False
+            continue
+        plain = kind.removesuffix("?")
+        if not found <= _TYPES[plain]:
+            return False
+        if int in found and plain in ("float64", "uint64"):
+            low = 0 if plain == "uint64" else -_EXACT
+            high = _MAX_UINT64 if plain == "uint64" else _EXACT
+            if not all(low <= value <= high for value in values if type(value) is int):
+                return False
+    return True
+
+
+def _check_row(
+    row: Mapping[str, object], types: Mapping[str, str], given: Mapping[str, str], where: str
+) -> None:
+    """Check a row against the inferred types."""
+    if row.keys() != types.keys():
+        _check_fields(row, types, where)
+    for name, value in row.items():
+        kind = types[name]
+        if name in given or (value is None and kind.endswith("?")):
+            continue
+        plain = kind.removesuffix("?")
+        if _KINDS.get(type(value)) == plain:
+            continue
+        if type(value) is int and (
+            (plain == "uint64" and 0 <= value <= _MAX_UINT64) or (plain == "float64" and _is_exact(value))
+        ):
+            continue
+        if value is None:
+            raise SourceError(f"{where}: field {name!r} is null, {_unseen(name, kind)}")
+        raise SourceError(
+            f"{where}: field {name!r} is {_short(value)}, but {kind} was inferred from the rows before it; "
+            f"mend the row, or pass --schema {shell_word(name)}={'float64' if isinstance(value, float) else 'json'}"
+        )
+
+
+def _check_fields(row: Mapping[str, object], types: Mapping[str, str], where: str) -> None:
+    for name, kind in types.items():
+        if name not in row and not kind.endswith("?"):
+            raise SourceError(f"{where}: the field {name!r} is missing, {_unseen(name, kind)}")
+    added = next((name for name in row if name not in types), None)
+    if added is not None:
+        raise SourceError(
+            f"{where}: has the field {added!r}, which no row has that types were inferred from (the first "
+            f"{SCAN_ROWS}); say its type, such as --schema {shell_word(added)}=str?, or leave it out: "
+            f"--drop {shell_word(added)}"
+        )
+
+
+def _unseen(name: str, kind: str) -> str:
+    return (
+        f"and {kind} was inferred from the rows before it; give it a value, leave the row out, or pass --schema "
+        f"{shell_word(name)}={kind}?"
+    )
+
+
+def _is_exact(value: int) -> bool:
+    return abs(value) <= _EXACT or (abs(value) < 2**64 and int(float(value)) == value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return (
+        f"{_WORDS[type(value)]} ({text if len(text) <= 40 else text[:37] + '…'})"
+        if value is not None
+        else "null"
+    )

@@ -1,0 +1,175 @@
+"""Importers of files of lines: lines are parsed in blocks, and their rows encoded by column."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from shardkit.dataset.encoding import RowOrigin
+from shardkit.errors import ShardkitError, SourceError
+from shardkit.formats.arrow_writing import arrow_array, arrow_schema
+from shardkit.formats.block import PayloadColumn
+from shardkit.formats.line_blocks import LineName, LineRows
+from shardkit.formats.sample_columns import encode_rows
+from shardkit.formats.schema import presence_of
+from shardkit_tools.importers.line_ranges import before_damage, read_pieces, rows_to_infer
+from shardkit_tools.importers.protocol import (
+    DecodedRows,
+    DecodedStream,
+    FileImporter,
+    FileObserver,
+    SampleStream,
+    Source,
+    SourceFailure,
+    SourceFile,
+    SourceSample,
+    SourceTask,
+    ignore_file,
+)
+
+
+class LineBlock(NamedTuple):
+    """Consecutive lines of a file, and their rows."""
+
+    file: SourceFile
+    data: bytes  # empty if they are items of an array
+    first_line: int  # number of lines before them
+    lines: Sequence[int]  # number in the file of the first line of each row
+    rows: list[Any]  # object of JSON or cells of CSV of each row, or the error that says why there is none
+    numbers: Sequence[int]  # number of each row in the file, for its origin
+    unit: str = "line"
+
+    def name_of(self, row: int) -> str:
+        """Return the name of a row, given its place among the rows of this block."""
+        return f"{self.file.path} {self.unit} {self.lines[row] + 1}"
+
+    def part(self, start: int, stop: int | None) -> LineBlock:
+        """Return some of the rows."""
+        which = slice(start, stop)
+        return self._replace(lines=self.lines[which], rows=self.rows[which], numbers=self.numbers[which])
+
+
+ParseLines = Callable[[bytes, LineName, bool], LineRows]
+"""Parses whole lines, given their names and whether they are the last."""
+
+
+def parse_pieces(
+    file: SourceFile, pieces: Iterable[bytes], parse: ParseLines, first_line: int = 0
+) -> Iterator[LineBlock]:
+    """Yield the rows of pieces of whole lines; a row that continues after its piece is parsed with the next one."""
+    held: deque[bytes] = deque()
+    wanted = 0  # bytes: a row that continues is parsed again when as many again have been read
+    line = first_line
+    for piece in chain(pieces, [b""]):
+        held.append(piece)
+        if piece and sum(map(len, held)) < wanted:
+            continue
+        data = b"".join(held)
+        if not data:
+            return
+
+        def name_of(number: int, first: int = line) -> str:
+            return f"{file.path} line {first + number + 1}"
+
+        found = parse(data, name_of, not piece)
+        rest = data[found.num_bytes :]
+        held, wanted = deque([rest] if rest else []), 2 * len(rest)
+        if found.num_bytes:
+            lines = found.lines
+            shifted = (
+                range(line, line + len(lines)) if isinstance(lines, range) else [line + one for one in lines]
+            )
+            yield LineBlock(file, data[: found.num_bytes], line, shifted, found.rows, shifted)
+        line += found.num_lines
+
+
+def blocks_to_infer(
+    source: Source, blocks_of: Callable[[SourceFile], Iterator[LineBlock]], most_rows: int, *, skip: bool
+) -> Iterator[LineBlock]:
+    """Yield the rows that types are inferred from; with `skip`, damage of a file ends its rows."""
+    left = rows_to_infer(source.files, most_rows)
+    for file in source.files:
+        for block in before_damage(blocks_of(file), skip=skip):
+            if left is None:
+                yield block
+                continue
+            yield block.part(0, left)
+            left -= len(block.rows)
+            if left <= 0:
+                return
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineImporter(FileImporter):
+    """Base class of importers of files of lines."""
+
+    def pieces(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """Yield a file, or a range that starts and stops at line ends, in pieces of whole lines of UTF-8."""
+        return read_pieces(file, start, stop)
+
+    def blocks(self, file: SourceFile, pieces: Iterable[bytes], first_line: int = 0) -> Iterator[LineBlock]:
+        """Yield the rows of pieces of a file that begin after `first_line` lines."""
+        raise NotImplementedError
+
+    def samples(self, block: LineBlock) -> LineBlock:
+        """Return a block with a sample in place of each row; errors of rows stay, and others may be added."""
+        raise NotImplementedError
+
+    def encode(
+        self, block: LineBlock
+    ) -> tuple[list[int], dict[str, PayloadColumn], dict[int, ShardkitError]]:
+        """Return the rows of a block of samples that fit the schema, their stored columns, and errors of the others."""
+        bad: dict[int, ShardkitError] = {
+            row: one for row, one in enumerate(block.rows) if isinstance(one, ShardkitError)
+        }
+        while True:
+            good = [row for row in range(len(block.rows)) if row not in bad]
+            samples = [block.rows[row] for row in good] if bad else block.rows
+            columns, errors = encode_rows(self.fields, samples, lambda row: block.name_of(good[row]))  # noqa: B023
+            if not errors:
+                return good, columns, bad
+            bad |= {good[row]: error for row, error in errors.items()}
+
+    def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
+        for block in self._task_blocks(task):
+            if isinstance(block, SourceFailure):
+                yield block
+                continue
+            good, columns, bad = self.encode(block)
+            for row, error in sorted(bad.items()):
+                yield SourceFailure(block.file.name, block.numbers[row], error)
+            if not good:
+                continue
+            arrays = [
+                arrow_array(kind, columns[name], name, columns.get(presence_of(name)))
+                for name, kind in self.fields.items()
+            ]
+            numbers = np.array(block.numbers, np.int64)[good]
+            batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(self.schema, keys=False))
+            yield DecodedRows(batch, RowOrigin([block.file.name] * len(good), numbers))
+
+    def _rows(self, task: SourceTask) -> SampleStream:
+        for block in self._task_blocks(task):
+            if isinstance(block, SourceFailure):
+                yield block
+                continue
+            for row, (number, sample) in enumerate(zip(block.numbers, block.rows, strict=True)):
+                if isinstance(sample, ShardkitError):
+                    yield SourceFailure(block.file.name, number, sample)
+                else:
+                    yield SourceSample(sample, None, block.file.name, number, where=block.name_of(row))
+
+    def _task_blocks(self, task: SourceTask) -> Iterator[LineBlock | SourceFailure]:
+        """Yield the samples of a task; damage of a file is the failure of row -1, so that other files are read."""
+        for file in task.files:
+            try:
+                pieces = self.pieces(file, task.start, task.stop)
+                yield from map(self.samples, self.blocks(file, pieces, task.first_row))
+            except SourceError as error:
+                yield SourceFailure(file.name, -1, error)
