@@ -26,7 +26,6 @@ from shardkit.ledger.ledger import (
     Tree,
     leaf_hash,
     parse_events,
-    parse_lines,
     parse_records,
 )
 from shardkit.ledger.losses import Leg
@@ -67,7 +66,6 @@ class RunRecord:
         records: all step records in file order, including abandoned branches.
         branch: the records that are leaves of the tree of steps.
         events: all events, in order.
-        heads: committed heads, in order.
         checkpoints: readable checkpoints, ordered by step.
         reached: largest number of steps in the trainer's logs.
         findings: errors and notes found so far.
@@ -84,7 +82,6 @@ class RunRecord:
     records: StepRecords = field(default_factory=lambda: parse_records(b""))
     branch: StepRecords = field(default_factory=lambda: parse_records(b""))
     events: list[dict[str, Any]] = field(default_factory=list)
-    heads: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[CheckpointRecord] = field(default_factory=list)
     reached: int = 0
     findings: list[Finding] = field(default_factory=list)
@@ -250,18 +247,15 @@ def _check_journals(run: RunRecord, state: LedgerState) -> None:
 
 
 def _read_files(run: RunRecord, state: LedgerState | None) -> None:
-    """Read the committed records, events and heads. Without a valid state, whole files are read."""
+    """Read the committed records and events. Without a valid state, whole files are read."""
     folder = run.path / "ledger"
-    sizes = dict.fromkeys(("steps", "events", "heads")) if state is None else state.sizes
+    sizes = dict.fromkeys(("steps", "events")) if state is None else state.sizes
     data = {}
     try:
         for name, size in sizes.items():
             data[name] = read_file(folder / name, _MAX_FILE, size=size) or b""
         run.records = parse_records(data["steps"])
         run.events = list(parse_events(data["events"]))
-        run.heads = [document for document, _ in parse_lines(data["heads"], "ledger/heads")]
-        for number, head in enumerate(run.heads, 1):
-            convert(Head, head, f"ledger/heads line {number}")
     except ShardkitError as error:
         run.add("violated", "ledger", "ledger/", str(error))
     bad = damaged_records(run.records)
@@ -305,16 +299,8 @@ def _find_sequence(run: RunRecord, records: StepRecords) -> None:
 
 
 def _check_trees(run: RunRecord, ledger: Ledger) -> None:
-    """Recompute both trees and compare their roots with state.json and all committed heads."""
+    """Recompute both trees and compare their roots with state.json."""
     roots = Roots(run.records, run.events)
-    for number, head in enumerate(run.heads, 1):
-        if not roots.holds(head):
-            run.add(
-                "violated", "ledger", f"ledger/heads line {number}",
-                f"a head of {head['steps']['size']} steps (root {head['steps']['root'][:12]}…) and "
-                f"{head['events']['size']} events was committed, and the recorded steps and events do not give it: "
-                "they were changed since",
-            )  # fmt: skip
     if ledger.head()["steps"]["root"] != roots.step_root(ledger.steps.size):
         run.add(
             "violated", "ledger", "ledger/state.json",

@@ -82,11 +82,10 @@ class TreeHead(Struct, forbid_unknown_fields=True):
 
 
 class Head(Struct, forbid_unknown_fields=True):
-    """Heads of both trees. Only the ledger's file `heads` has `records`, the number of step records."""
+    """Heads of both trees."""
 
     steps: TreeHead
     events: TreeHead
-    records: Count = 0
 
 
 class _Fork(_Event):

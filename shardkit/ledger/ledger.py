@@ -1,7 +1,7 @@
 """The ledger of a run: one record per step and one line per event, with a Merkle tree over each.
 
-Files below ``RUN/ledger/`` (SPEC.md): `steps`, `events` and `heads` are only appended to. `state.json` holds their
-committed sizes and is replaced atomically, so an interrupted commit has no effect.
+Files below ``RUN/ledger/`` (SPEC.md): `steps` and `events` are only appended to. `state.json` holds their committed
+sizes and is replaced atomically, so an interrupted commit has no effect.
 """
 
 from __future__ import annotations
@@ -132,24 +132,14 @@ class Ledger:
         state = self.state
         state.size, state.peaks = self.steps.size, [peak.hex() for peak in self.steps.peaks]
         state.events, state.events_peaks = self.events.size, [peak.hex() for peak in self.events.peaks]
-        head = b""
-        if self._new_steps or self._new_events:
-            head, state.heads_check = encode_line(
-                {**self.head(), "records": state.records}, state.heads_check
-            )
-        elif read_file(self.directory / "state.json", _MAX_STATE) == state.to_bytes():
+        state.events_bytes += len(self._new_events)
+        if read_file(self.directory / "state.json", _MAX_STATE) == state.to_bytes():
             return
         begin = STEPS_MAGIC if self._new_steps and not self._committed_records else b""
         with explained(f"write {self.directory}", writing=True):
-            for name, data in (
-                ("steps", begin + self._new_steps),
-                ("events", self._new_events),
-                ("heads", head),
-            ):
+            for name, data in (("steps", begin + self._new_steps), ("events", self._new_events)):
                 if data:
                     write(self.directory / name, bytes(data), os.O_APPEND)
-            state.events_bytes += len(self._new_events)
-            state.heads_bytes += len(head)
             replace(self.directory / "state.json", state.to_bytes())
         self._committed_records = state.records
         self._new_steps.clear()
@@ -179,7 +169,7 @@ class Ledger:
         data = read_file(self.directory / "state.json", _MAX_STATE)
         if data is not None:
             return LedgerState.from_bytes(data)
-        if any(read_file(self.directory / name, _MAX_FILE, size=1) for name in ("steps", "events", "heads")):
+        if any(read_file(self.directory / name, _MAX_FILE, size=1) for name in ("steps", "events")):
             raise IntegrityError(
                 f"{self.directory} has records and no state.json, which is written before them: it was removed; "
                 "restore it from a copy, or move ledger/ and journal/ aside to begin a new record"
@@ -319,8 +309,6 @@ class LedgerState(Struct):
     events_bytes: Count = 0  # committed bytes of `events`
     events_check: int = 0  # checksum of the last event
     events_peaks: list[str] = []  # peaks of the tree of events, in hex
-    heads_bytes: Count = 0  # committed bytes of `heads`
-    heads_check: int = 0  # checksum of the last line of `heads`
     plans: list[list[str]] = []  # [manifest id, plan digest] by number
     # file name → (end offset and checksum of the last merged entry, number of the start, end offset of the
     # last merged event)
@@ -331,7 +319,7 @@ class LedgerState(Struct):
     def sizes(self) -> dict[str, int]:
         """Committed sizes of the files in bytes, by name."""
         steps = len(STEPS_MAGIC) + RECORD_BYTES * self.records if self.records else 0
-        return {"steps": steps, "events": self.events_bytes, "heads": self.heads_bytes}
+        return {"steps": steps, "events": self.events_bytes}
 
     def frontiers(self) -> tuple[Frontier, Frontier]:
         """Return the frontiers of the trees of steps and events."""

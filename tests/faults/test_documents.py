@@ -314,7 +314,6 @@ RUN_FILES = (
     "run.json",
     "checkpoints/*.json",
     "ledger/state.json",
-    "ledger/heads",
     "ledger/steps",
     "ledger/events",
 )

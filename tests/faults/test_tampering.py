@@ -22,13 +22,13 @@ import shardkit
 from shardkit.audit import audit_run, make_statement
 from shardkit.documents import decode_plain, encode, sha256_digest
 from shardkit.errors import NotFoundError
-from shardkit.ledger import Ledger
 from shardkit.ledger.events import BOUND, JOURNALED, MERGED, READS
-from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, Tree, encode_line, leaf_hash, parse_lines
+from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC
 from shardkit.stores.store import object_name
 from shardkit.torch.checkpoint_format import decode_value, encode_value
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import train
+from tests.forged_ledger import HeadOf, forge_events, read_events, write_events
 
 FIRST, SECOND, THIRD, LAST = (f"step-{step:012d}" for step in (3, 6, 9, 10))
 Document = dict[str, Any]
@@ -105,23 +105,10 @@ class Home:
 
     # ---- the ledger
 
-    def events(self) -> list[Document]:
-        data = (self.run / "ledger" / "events").read_bytes()
-        return [document for document, _ in parse_lines(data, "events")]
-
-    def write_lines(self, name: str, documents: list[Document]) -> tuple[int, int]:
-        """A file of lines whose checksums fit; (bytes, last checksum)."""
-        out, check = b"", 0
-        for one in documents:
-            line, check = encode_line(one, check)
-            out += line
-        (self.run / "ledger" / name).write_bytes(out)
-        return len(out), check
-
     def forge(self, change: Callable[[Document], Document | None], checkpoint: Callable[..., object] | None = None,
               settings: Callable[[Document], object] | None = None,
               after: Callable[[Document], list[Document]] = lambda _: []) -> None:  # fmt: skip
-        """Rewrite events, heads, state and checkpoints throughout: nothing contradicts anything afterwards.
+        """Rewrite events, state and checkpoints throughout: nothing contradicts anything afterwards.
 
         Args:
             change: of every event; None drops it.
@@ -133,39 +120,21 @@ class Home:
             self.settings(settings)
         run_digest = sha256_digest((self.run / "run.json").read_bytes())
         text = json.dumps(json.loads((self.run / "run.json").read_bytes())["configuration"], sort_keys=True)
-        events: list[Document] = []
-        sizes = [0]  # of the new events, by the old size
-        tree = Tree()
-        for event in self.events():
-            changed = change(dict(event))
-            if changed is not None:
-                if changed["kind"] == "configuration":
-                    changed |= {"run": run_digest, "settings": text}
-                if changed["kind"] == "checkpoint" and self.ref(changed["name"]).exists():
-                    last = changed["name"] == LAST
-                    changed["checkpoint"] = self._with_new_head(
-                        changed["name"], sizes, tree, checkpoint if last else None
-                    )
-                events.append(changed)
-            events += after(event)
-            tree = Tree(leaf_hash(encode(one)) for one in events)
-            sizes.append(len(events))
-        state = Ledger(self.run).state
-        heads = [one for one, _ in parse_lines((self.run / "ledger" / "heads").read_bytes(), "heads")]
-        for head in heads:
-            size = sizes[head["events"]["size"]]
-            head["events"] = {"size": size, "root": tree.root(size).hex()}
-        state.events, state.events_peaks = len(events), [one.hex() for one in tree.frontier().peaks]
-        state.events_bytes, state.events_check = self.write_lines("events", events)
-        state.heads_bytes, state.heads_check = self.write_lines("heads", heads)
-        (self.run / "ledger" / "state.json").write_bytes(state.to_bytes())
 
-    def _with_new_head(
-        self, name: str, sizes: list[int], tree: Tree, change: Callable[..., object] | None
-    ) -> str:
+        def fitting(event: Document, head_of: HeadOf) -> Document | None:
+            changed = change(event)
+            if changed is not None and changed["kind"] == "configuration":
+                changed |= {"run": run_digest, "settings": text}
+            if changed is not None and changed["kind"] == "checkpoint" and self.ref(changed["name"]).exists():
+                own = checkpoint if changed["name"] == LAST else None
+                changed["checkpoint"] = self._with_new_head(changed["name"], head_of, own)
+            return changed
+
+        forge_events(self.run, fitting, after)
+
+    def _with_new_head(self, name: str, head_of: HeadOf, change: Callable[..., object] | None) -> str:
         def seal(document: Document, meta: Document) -> None:
-            size = sizes[meta["ledger"]["events"]["size"]]
-            meta["ledger"]["events"] = {"size": size, "root": tree.root(size).hex()}
+            meta["ledger"]["events"] = head_of(meta["ledger"]["events"]["size"])
             if change is not None:
                 change(document, meta)
 
@@ -299,27 +268,25 @@ def foreign(name: str, to: str) -> Act:
     return apply
 
 
-def lines(name: str, change: Callable[[list[Document]], Any]) -> Act:
-    """Change lines of the ledger's file; their checksums fit again."""
+def events(change: Callable[[list[Document]], Any]) -> Act:
+    """Change the events of the ledger; the checksums of their lines fit again."""
 
     def apply(home: Home) -> None:
-        found = [one for one, _ in parse_lines((home.run / "ledger" / name).read_bytes(), name)]
+        found = read_events(home.run)
         change(found)
-        home.write_lines(name, found)
+        write_events(home.run, found)
 
     return apply
 
 
-def of_kind(events: list[Document], kind: str) -> Document:
-    return next(one for one in events if one["kind"] == kind)
+def of_kind(all_: list[Document], kind: str) -> Document:
+    return next(one for one in all_ if one["kind"] == kind)
 
 
 def rebound(home: Home) -> None:
     """Other weights, and the digest of the checkpoint that holds them in the event that binds it."""
     digest = home.reseal(THIRD, lambda own, _: other_weights(home, own))
-    lines("events", lambda all_: next(e for e in all_ if e.get("name") == THIRD).update(checkpoint=digest))(
-        home
-    )
+    events(lambda all_: next(e for e in all_ if e.get("name") == THIRD).update(checkpoint=digest))(home)
 
 
 def forged(**details: Any) -> Act:
@@ -470,7 +437,7 @@ def repeated(kind: str) -> Act:
     """An event that is there comes again; one that is not comes twice, where it could have been."""
 
     def apply(home: Home) -> None:
-        if any(one["kind"] == kind for one in home.events()):
+        if any(one["kind"] == kind for one in read_events(home.run)):
             home.forge(lambda one: one, after=lambda one: [one] * (one["kind"] == kind))
         else:
             inserted(kind, "start", 2)(home)
@@ -482,7 +449,7 @@ def moved(kind: str) -> Act:
     """The first event of a kind to the end; another one after the checkpoint that follows its step."""
 
     def apply(home: Home) -> None:
-        found = next((one for one in home.events() if one["kind"] == kind), None)
+        found = next((one for one in read_events(home.run) if one["kind"] == kind), None)
         if found is None:
             inserted(kind, LAST)(home)
             return
@@ -598,11 +565,10 @@ TABLE = [
     Row("run.json removed", remove(lambda h: h.run / "run.json"), BAD, ("run.json", "is gone")),
     # the ledger
     Row("an event flipped", edit(ledger("events"), flipped), BAD, ("ledger/events", "line")),
-    Row("an event dropped", lines("events", lambda e: e.remove(of_kind(e, "checkpoint"))), BAD, ("ledger",)),
-    Row("an event changed", lines("events", lambda e: of_kind(e, "configuration").update(settings="{}")), BAD,
+    Row("an event dropped", events(lambda e: e.remove(of_kind(e, "checkpoint"))), BAD, ("ledger",)),
+    Row("an event changed", events(lambda e: of_kind(e, "configuration").update(settings="{}")), BAD,
         ("ledger",)),
     Row("a checkpoint and its event", rebound, BAD, ("ledger",)),
-    Row("a head dropped", lines("heads", lambda h: h.pop(0)), BAD, ("ledger", "heads")),
     Row("a step flipped", edit(ledger("steps"), lambda d: flipped(d[: len(STEPS_MAGIC) + 5 * RECORD_BYTES]) + d[
         len(STEPS_MAGIC) + 5 * RECORD_BYTES :]), BAD, ("ledger/steps",)),
     Row("steps cut", edit(ledger("steps"), lambda d: d[:-RECORD_BYTES]), BAD, ("steps was cut",)),

@@ -158,7 +158,7 @@ def test_a_dataset_that_is_gone_cannot_be_checked(home: Path) -> None:
 # ---- tampering: the ledger
 
 
-@pytest.mark.parametrize("name", ["steps", "events", "heads", "state.json"])
+@pytest.mark.parametrize("name", ["steps", "events", "state.json"])
 def test_one_byte_of_the_ledger(home: Path, name: str) -> None:
     path = home / "run" / "ledger" / name
     clean = path.read_bytes()
@@ -238,11 +238,11 @@ def test_a_step_with_another_digest_is_named_though_all_checksums_fit(home: Path
 
     rewrite(home / "run", forge, checksums=True)
     named(audit_run(home / "run", level=None), "step 33", "the plan's is")
-    named(audit_run(home / "run", level=None), "ledger/heads")
+    named(audit_run(home / "run", level=None), "ledger/state.json", "another root")
 
 
 def test_a_ledger_forged_throughout_contradicts_checkpoints_and_plan(home: Path, tmp_path: Path) -> None:
-    """Somebody hides step 12 in a ledger that is whole in itself: trees, heads and state all fit."""
+    """Somebody hides step 12 in a ledger that is whole in itself: trees and state all fit."""
     run = home / "run"
     dataset = shardkit.open(str(home / "data"))
     plan = dataset.plan(**SETTINGS)
@@ -576,8 +576,8 @@ def test_a_list_that_may_be_of_keys_or_of_numbers_is_asked_about(tmp_path: Path)
 def test_nothing_is_proven_from_a_record_that_is_not_sound(home: Path, tmp_path: Path) -> None:
     listed = tmp_path / "list"
     listed.write_text(f"{shardkit.open(str(home / 'data')).key(0)}\n")
-    path = home / "run" / "ledger" / "heads"
-    path.write_bytes(path.read_bytes()[:-30] + b"?" * 29 + b"\n")
+    path = home / "run" / "ledger" / "steps"
+    path.write_bytes(path.read_bytes()[:-30] + b"?" * 30)
     code, _ = command("trace", str(home / "run"), "--exclude", str(listed))
     assert code == 4
 

@@ -17,11 +17,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardkit
 from shardkit.audit import audit_run, find_plans, load_run, uses_of
-from shardkit.documents import encode
 from shardkit.errors import ConfigurationError, PlanError, RunError, ShardkitError, StateError, UsageError
-from shardkit.ledger import Ledger, ledger_head
-from shardkit.ledger.ledger import Tree, encode_line, leaf_hash, parse_lines
+from shardkit.ledger import ledger_head
 from shardkit.plan import ADO, FunctionMixer, Mixer, Temperature
+from tests.forged_ledger import forge_events
 
 STEPS, EVERY = 70, 8
 MIXER = ADO(every=EVERY, warmup=1, pace=0.7)
@@ -329,28 +328,7 @@ Change = Callable[[dict[str, Any]], dict[str, Any] | None]
 def forge(run: Path, change: Change) -> None:
     """Change the events of a ledger; all its checksums and roots fit again."""
     ledger_head(run)
-    folder, state = run / "ledger", Ledger(run).state
-    events: list[dict[str, Any]] = []
-    sizes, tree = [0], Tree()
-    for event, _ in parse_lines((folder / "events").read_bytes(), "events"):
-        changed = change(dict(event))
-        events += [] if changed is None else [changed]
-        sizes.append(len(events))
-    tree = Tree(leaf_hash(encode(one)) for one in events)
-    heads = [one for one, _ in parse_lines((folder / "heads").read_bytes(), "heads")]
-    for head in heads:
-        size = sizes[head["events"]["size"]]
-        head["events"] = {"size": size, "root": tree.root(size).hex()}
-    state.events, state.events_peaks = len(events), [one.hex() for one in tree.frontier().peaks]
-    for name, documents in (("events", events), ("heads", heads)):
-        data, check = b"", 0
-        for one in documents:
-            line, check = encode_line(one, check)
-            data += line
-        (folder / name).write_bytes(data)
-        setattr(state, f"{name}_bytes", len(data))
-        setattr(state, f"{name}_check", check)
-    (folder / "state.json").write_bytes(state.to_bytes())
+    forge_events(run, lambda event, _: change(event))
 
 
 def of_stage(stage: int, **changes: Callable[[list[int]], list[int]]) -> Change:

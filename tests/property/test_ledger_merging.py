@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import IntegrityError
-from shardkit.ledger import Journal, Ledger, ledger_head, merge_journals, step_digest
-from shardkit.ledger import bindings as heads_module
+from shardkit.ledger import Journal, Ledger, bindings, ledger_head, merge_journals, step_digest
 from shardkit.ledger import journal as journal_module
 from shardkit.ledger.ledger import Tree, leaf_hash
 from tests.journal_cells import record_cells
@@ -81,7 +80,7 @@ def test_the_tree_is_the_same_on_any_topology_through_kills(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "ROTATE_BYTES", data.draw(st.sampled_from([400, 1500, 1 << 20])))
-    monkeypatch.setattr(heads_module, "KEEP_BYTES", data.draw(st.sampled_from([0, 3000, 1 << 24])))
+    monkeypatch.setattr(bindings, "KEEP_BYTES", data.draw(st.sampled_from([0, 3000, 1 << 24])))
     run, saved = tmp_path_factory.mktemp("run"), 0
     for _ in range(data.draw(st.integers(1, 5))):
         start = Start(run, data.draw(st.integers(1, LANES)))
@@ -261,7 +260,7 @@ def test_merged_journals_are_removed_and_the_ledger_stays_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "ROTATE_BYTES", 4096)
-    monkeypatch.setattr(heads_module, "KEEP_BYTES", 10_000)
+    monkeypatch.setattr(bindings, "KEEP_BYTES", 10_000)
     start = Start(tmp_path, 2)
     for step in range(400):
         start.step(step)
@@ -274,7 +273,7 @@ def test_merged_journals_are_removed_and_the_ledger_stays_small(
     assert ledger_head(tmp_path)["steps"]["root"] == expected_root(400)
 
 
-@pytest.mark.parametrize("crash", ["steps", "events", "heads", "state.json"])
+@pytest.mark.parametrize("crash", ["steps", "events", "state.json"])
 def test_a_commit_that_a_kill_interrupts_never_happened(tmp_path: Path, crash: str) -> None:
     """Every file may hold what the interrupted commit appended, the later ones nothing of it."""
     start = run_of(tmp_path, 5)
@@ -286,7 +285,7 @@ def test_a_commit_that_a_kill_interrupts_never_happened(tmp_path: Path, crash: s
     start.journals[0].event(6, "repair", location="mirror", count=1, what="a shard")
     start.kill()
     complete = ledger_head(tmp_path)
-    order = ["steps", "events", "heads", "state.json"]
+    order = ["steps", "events", "state.json"]
     after = {name: (tmp_path / "ledger" / name).read_bytes() for name in order}
     for name in order[order.index(crash) + 1 :]:
         after[name] = (before / name).read_bytes()
@@ -300,7 +299,7 @@ def test_a_commit_that_a_kill_interrupts_never_happened(tmp_path: Path, crash: s
         assert ledger_head(tmp_path) == complete
 
 
-@pytest.mark.parametrize("name", ["steps", "events", "heads"])
+@pytest.mark.parametrize("name", ["steps", "events"])
 def test_a_ledger_that_was_cut_is_refused(tmp_path: Path, name: str) -> None:
     run_of(tmp_path, 5).kill()
     ledger_head(tmp_path)
