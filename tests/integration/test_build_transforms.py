@@ -75,7 +75,7 @@ Module = Callable[[str], str]
 @pytest.fixture
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 500)
-    monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(line_ranges, "READ_BYTES", 100)
     monkeypatch.setattr(engines, "SMALL_BYTES", 0)
 
 
@@ -346,7 +346,7 @@ import os, signal, sys
 import shardkit_tools
 from shardkit_tools.building.job import LocalFolder
 from shardkit_tools.importers import ImportOptions, line_ranges
-line_ranges._RANGE_BYTES, line_ranges._PIECE_BYTES = 500, 100
+line_ranges._RANGE_BYTES, line_ranges.READ_BYTES = 500, 100
 real, left = LocalFolder.put_record, [int(sys.argv[4])]
 def record(folder, name, data):
     if name.startswith("task-"):

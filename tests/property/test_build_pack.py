@@ -67,7 +67,7 @@ def test_best_fit_takes_the_fullest_row_that_has_room() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 2_000)
-    monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 500)
+    monkeypatch.setattr(line_ranges, "READ_BYTES", 500)
     monkeypatch.setattr(engines, "SMALL_BYTES", 0)
     monkeypatch.setattr(packing_module, "_GROUP_BYTES", 3_000)
 
@@ -253,7 +253,7 @@ def test_first_of_equals_is_that_of_a_walk_with_a_set(values: list[str]) -> None
 @pytest.fixture
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 300)
-    monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 50)
+    monkeypatch.setattr(line_ranges, "READ_BYTES", 50)
 
 
 @pytest.mark.usefixtures("many_tasks")

@@ -180,7 +180,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 def test_large_files_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 50)
-    monkeypatch.setattr(line_ranges, "_PIECE_BYTES", 7)
+    monkeypatch.setattr(line_ranges, "READ_BYTES", 7)
     lines = [f"line {i} " + "x" * (i % 13) for i in range(60)]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     importer = open_source(str(tmp_path), options=ImportOptions(per="line"))

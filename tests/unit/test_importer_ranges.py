@@ -116,8 +116,8 @@ def test_tables_without_quotes_are_cut_between_rows(
     whole = check_importer(open_source(str(tmp_path / "a.csv")))
     assert len(open_source(str(tmp_path / "a.csv")).tasks()) == 1
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 5000)
-    for piece in (100, 997, 1 << 20):
-        monkeypatch.setattr(line_ranges, "_PIECE_BYTES", piece)
+    for piece in (100, 997, 4000):
+        monkeypatch.setattr(line_ranges, "READ_BYTES", piece)
         cut = open_source(str(tmp_path / "a.csv"))
         assert len(cut.tasks()) > 1 + (piece < 1000)
         assert check_importer(cut) == whole
@@ -129,7 +129,7 @@ def test_tables_where_rows_are_not_lines_stay_whole(
 ) -> None:
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 1000)
     for piece in (64, 101, 1 << 20):
-        monkeypatch.setattr(line_ranges, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(line_ranges, "READ_BYTES", piece)
         for _ in range(5):
             at = random.Random(piece).randrange(100, 400)
             text = lines(at) + inside + lines(400 - at)

@@ -41,7 +41,7 @@ from shardkit_tools.importers.line_importer import (
     blocks_to_infer,
     parse_pieces,
 )
-from shardkit_tools.importers.line_ranges import READ_BYTES, cut_lines, holds_plain_rows, read_pieces
+from shardkit_tools.importers.line_ranges import READ_BYTES, are_plain_rows, cut_lines, read_pieces
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
 from shardkit_tools.importers.source_files import (
     check_suffixes,
@@ -104,7 +104,7 @@ class CsvImporter(LineImporter):
 
     def plain_rows(self, lines: bytes) -> int | None:
         """Return the number of lines if each is certainly a row; otherwise None."""
-        if not holds_plain_rows(self.quote, b"\n" + lines + b"\0"):
+        if not are_plain_rows(self.quote, lines):
             return None
         return lines.count(b"\n") + (not lines.endswith(b"\n"))
 
@@ -155,7 +155,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
         },
         encoding=encoding,
         quote=quote,
-        cut=cut_lines(source.files, whole, is_plain=functools.partial(holds_plain_rows, quote)),
+        cut=cut_lines(source.files, whole, is_plain=functools.partial(are_plain_rows, quote)),
     )
 
 

@@ -10,13 +10,11 @@ from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import (
     group_files,
     is_compressed,
-    open_file,
     open_plain,
 )
 
 _Row = TypeVar("_Row")
 _RANGE_BYTES = 64 << 20
-_PIECE_BYTES = 4 << 20
 READ_BYTES = 1 << 20
 """Number of bytes that are read and parsed at once; the end of their last line is added."""
 
@@ -117,32 +115,23 @@ def before_damage(rows: Iterator[_Row], *, skip: bool) -> Iterator[_Row]:
 def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[int, int]]:
     """Return (first byte, line number) of ranges that start at a line and have at least the range size."""
     borders = [(0, 0)]
-    wanted = _RANGE_BYTES
-    at = lines = 0
-    before = b"\n"  # so that an empty first line is detected as well
-    with open_file(file) as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            if not is_plain(before + piece):
-                return []
-            if at + len(piece) > wanted:
-                end = piece.find(b"\n", max(0, wanted - at))
-                if end >= 0 and at + end + 1 < file.size:
-                    borders.append((at + end + 1, lines + piece.count(b"\n", 0, end + 1)))
-                    wanted = at + end + 1 + _RANGE_BYTES
-            lines += piece.count(b"\n")
-            at += len(piece)
-            before = piece[-1:]
-    return borders if is_plain(before + b"\0") else []
+    at = line = 0
+    for piece in read_pieces(file):
+        if not is_plain(piece):
+            return []
+        if at - borders[-1][0] >= _RANGE_BYTES:
+            borders.append((at, line))
+        at, line = at + len(piece), line + piece.count(b"\n")
+    return borders
 
 
-def holds_plain_rows(quote: str, piece: bytes) -> bool:
-    r"""Return True if every line of a piece of a table, with the byte before it, is certainly a row.
+def are_plain_rows(quote: str, lines: bytes) -> bool:
+    r"""Return True if every line of a table is certainly a row.
 
     A cell in quotes (unless `quote` is "none") may contain line ends, and only a reader from the start of the table
     can tell them from the ends of rows. Otherwise rows are counted as lines only if no line is empty and all line ends
     are ``\n`` or ``\r\n``.
     """
-    # A carriage return at the very end is checked with the next piece.
-    alone = piece.count(b"\r", 0, len(piece) - 1) != piece.count(b"\r\n")
-    quoted = quote == '"' and b'"' in piece
-    return not (quoted or b"\n\n" in piece or b"\n\r" in piece or alone)
+    if (quote == '"' and b'"' in lines) or b"\n\n" in lines or lines.startswith((b"\n", b"\r")):
+        return False
+    return b"\r" not in lines or (b"\n\r" not in lines and lines.count(b"\r") == lines.count(b"\r\n"))
