@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import functools
+import http.server
 import io
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 
 import shardkit
 from shardkit.errors import NotFoundError, ShardkitError, SourceError, UsageError
+from shardkit_tools.adopting import adopt
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import open_source, remote_files
 from tests.importer_conformance import check_importer, read_all
@@ -104,3 +108,24 @@ def test_keys_that_no_client_reads_are_named_or_left_out(key: str) -> None:
     assert list(left_out) == [key]
     with pytest.raises(SourceError, match=r"s3://b: key .*--on-error skip"):
         remote_files._is_readable("s3://b", key, None)
+
+
+def test_plain_http_servers_are_read_but_not_adopted(tmp_path: Path) -> None:
+    folder = tmp_path / "served"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"x": 1}\n')
+    (folder / "large.jsonl").write_text('{"x": 1}\n' * 600_000)  # read in several pieces
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:  # it ignores Range
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert [row.sample for row in read_all(open_source(f"{url}/a.jsonl"))] == [{"x": 1}]
+        with pytest.raises(SourceError, match="whole files where a range is asked for"):
+            adopt(f"{url}/a.jsonl", tmp_path / "root")
+        with pytest.raises(SourceError, match="whole files where a range is asked for"):
+            open_source(f"{url}/large.jsonl")
+        with pytest.raises(SourceError, match="404"):
+            open_source(f"{url}/b.jsonl")
+        server.shutdown()
+    with pytest.raises(SourceError, match="Cannot connect"):
+        open_source(f"{url}/a.jsonl")

@@ -72,9 +72,14 @@ def list_url(
             root = root[: wildcard.start()].rpartition("/")[0]
         else:
             found = system.find(root, detail=True)
+        if not found and url.startswith("http"):  # isfile and find are silent about errors
+            system.info(root)
+    except SourceError:
+        raise
     except Exception as error:  # every protocol has its own exceptions
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         raise SourceError(
-            f"{url}: cannot be listed ({_brief(error)}); check the URL and the credentials"
+            f"{url}: cannot be listed ({_brief(cause)}); check the URL and the credentials"
         ) from error
     names = {path: path.removeprefix(root).lstrip("/") for path in found}
     chosen = set(choose(names.values(), not wildcard))
@@ -178,6 +183,8 @@ class _Pieces(io.RawIOBase):
         offset = number * _PIECE_BYTES
         length = min(_PIECE_BYTES, self._file.size - offset)
         data = self._read(offset, length)
+        if len(data) > length:
+            raise OSError("the server sends whole files where a range is asked for; download the file")
         if len(data) != length:
             raise OSError(f"{len(data)} bytes of {length} from byte {offset} on")
         return data
@@ -292,10 +299,12 @@ def _is_readable(url: str, key: str, left_out: dict[str, str] | None) -> bool:
 
 
 def stat_file(file: SourceFile) -> ObjectStat:
-    """Return the current state of a file in an object store."""
+    """Return the current state of a file in an object store, or at another URL whose server answers ranges."""
     try:
         address, key = split_url(file.path)
         found = foreign_store(address).head(key)
+        if found is not None and found.size and not _is_bucket(file.path):
+            foreign_store(address).get_range(key, found.size - 1, 1)
     except StoreError as error:
         raise SourceError(f"{file.path}: cannot be looked at ({error})") from error
     if found is None:
