@@ -531,6 +531,23 @@ def test_tensors_of_one_shape_keep_it(
 
 
 @WAYS
+@pytest.mark.parametrize("write", [pq.write_table, feather.write_feather])
+def test_class_numbers_with_other_names_in_other_files_are_said(
+    way: Way, write: Callable[..., None], tmp_path: Path
+) -> None:
+    (tmp_path / "tables").mkdir()
+    for name, classes in {"a": ["cat", "dog"], "b": ["dog", "cat"]}.items():
+        features = {"animal": {"names": classes, "_type": "ClassLabel"}}
+        described = {"huggingface": json.dumps({"info": {"features": features}})}
+        suffix = "parquet" if write is pq.write_table else "arrow"
+        table = pa.table({"animal": [0, 1]}).replace_schema_metadata(described)
+        write(table, str(tmp_path / "tables" / f"{name}.{suffix}"))
+    _, said = way(tmp_path / "tables", tmp_path / "root")
+    assert "the numbers of animal mean other classes in other files" in said
+    assert f"['cat', 'dog'] in a.{suffix}, ['dog', 'cat'] in b.{suffix}" in said
+
+
+@WAYS
 def test_a_missing_tensor_is_no_value(way: Way, tmp_path: Path) -> None:
     storage = pa.array([[1, 2, 3, 4], None, [5, 6, 7, 8]], pa.list_(pa.int32(), 4))
     column = pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.int32(), (2, 2)), storage)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,7 @@ def table_schema(
     missing = {name for name in inferred if any(name not in schema.names for schema in flat)}
     types |= {name: f"{types[name]}?" for name in missing.union(null_columns(kept, inferred))}
     source.notes.extend(_list_notes(kept, types, given))
+    source.notes.extend(_class_notes(source, described, types))
     found = options.schema(types, source.given, names=whole.names)
     return found, _class_names([one.get("label") for one in described], found)
 
@@ -218,6 +219,24 @@ def _class_names(labels: Sequence[object], schema: Mapping[str, FieldType]) -> t
         return ()
     are_names = all(isinstance(name, str) and len(name) <= 1000 and not _UNFIT.search(name) for name in names)
     return tuple(names) if are_names and len(set(names)) == len(names) else ()
+
+
+def _class_notes(
+    source: Source, described: Sequence[Mapping[str, Any]], names: Iterable[str]
+) -> Iterator[str]:
+    """Yield a note for each column of class numbers whose names differ between files."""
+    for name in names:
+        labels: dict[str, str] = {}  # names of classes → the first file that has them
+        for file, one in zip(source.files, described, strict=False):
+            label = one.get(name)
+            if isinstance(label, dict) and label.get("_type") == "ClassLabel":
+                labels.setdefault(str(label.get("names")), file.name)
+        if len(labels) > 1:
+            shown = ", ".join(f"{classes[:60]} in {file}" for classes, file in list(labels.items())[:2])
+            yield (
+                f"the numbers of {name} mean other classes in other files ({shown}); build the files one by one, or "
+                "number the classes alike first: align_labels_with_mapping of datasets"
+            )
 
 
 def _common_schema(source: Source, schemas: Sequence[Any], options: ImportOptions) -> Any:
