@@ -6,6 +6,7 @@ import ast
 import functools
 import io
 import re
+import shlex
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ import shardkit
 import shardkit_tools
 from shardkit_tools.main import make_app
 from shardkit_tools.options import advice_for
-from tests.command_line import call
+from tests.command_line import call, output_of
 from tests.pictures import PNG
 
 TOOLS = Path(shardkit_tools.__file__).parent
@@ -131,3 +132,13 @@ def test_commands_advise_their_own_options(
     code, said = call(command, *arguments)
     assert code in (1, 2), said
     assert not lacking(said, command), said
+
+
+@pytest.mark.parametrize("command", ["build", "adopt"])
+@pytest.mark.parametrize(("root", "ref"), [("a b", "main"), ("home@work", "main"), ("home@work", "val")])
+def test_the_command_that_is_named_next_works(command: str, root: str, ref: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x\n1\n")
+    said = output_of(command, tmp_path / "a.csv", tmp_path / root, "--ref", ref)
+    program, *arguments = shlex.split(said.partition("next: ")[2])
+    assert program == "shardkit"
+    output_of(*arguments)

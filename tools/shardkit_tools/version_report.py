@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardkit.extras import shell_word
 from shardkit.manifest import Manifest, Stratum
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF
@@ -165,7 +166,13 @@ def print_result(result: BuildResult, root: str, ref: str) -> None:
         if result.skipped_file:
             console.print_line(f"all of them: {result.skipped_file}")
     if manifest:
-        console.print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
+        print_next(root, ref)
+
+
+def print_next(root: str, ref: str) -> None:
+    """Print the command that shows a new version."""
+    is_plain = ref == DEFAULT_REF and "@" not in root.rpartition("/")[2]
+    console.print_line(f"next: shardkit show {shell_word(root if is_plain else f'{root}@{ref}')}", "dim")
 
 
 def _facts(result: BuildResult, manifest: Manifest | None) -> list[tuple[str, object]]:

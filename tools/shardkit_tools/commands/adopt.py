@@ -17,7 +17,7 @@ from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import ImportOptions, parse_field_types
 from shardkit_tools.importers.source_kinds import IMPORTERS
 from shardkit_tools.options import argument, option
-from shardkit_tools.version_report import moved_document, moved_facts, print_strata, progress_text
+from shardkit_tools.version_report import moved_document, moved_facts, print_next, print_strata, progress_text
 
 
 def adopt(
@@ -161,4 +161,4 @@ def _print(result: Adoption, root: str, ref: str) -> None:
     console.print_heading("What does not hold for adopted data")
     console.print_facts(result.promises.items(), indent=2)
     if manifest:
-        console.print_line(f"next: shardkit show {root}{'' if ref == 'main' else '@' + ref}", "dim")
+        print_next(str(root), ref)
