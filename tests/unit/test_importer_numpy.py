@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import struct
 import zipfile
 from pathlib import Path
@@ -47,6 +48,11 @@ def test_several_files_are_fields(tmp_path: Path) -> None:
     importer = open_source(str(tmp_path))
     assert {name: str(kind) for name, kind in importer.schema.items()} == {"x": "float64[2]", "y": "int64"}
     assert [int(np.asarray(row.sample["y"])) for row in check_importer(importer)] == [5, 6, 7]
+    (tmp_path / "cat").mkdir()
+    np.save(tmp_path / "cat" / "x.npy", np.zeros((3, 2)))
+    with pytest.raises(SourceError, match=r"in 2 folders .*: say what they are: --arrays"):
+        open_source(str(tmp_path))
+    shutil.rmtree(tmp_path / "cat")
     np.save(tmp_path / "z.npy", np.zeros(4))
     with pytest.raises(SourceError, match=r"z\.npy: 4 rows, but x\.npy has 3"):
         open_source(str(tmp_path))

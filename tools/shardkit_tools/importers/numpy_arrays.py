@@ -229,6 +229,12 @@ def open_numpy(source: Source, options: ImportOptions) -> FileImporter:
     headers = dict(zip(source.files, opened, strict=True))
     reading = options.arrays or _likely_reading(headers)
     if not options.arrays:
+        folders = {file.name.rpartition("/")[0] for file in headers}
+        if reading == "fields" and len(folders) > 1:  # classes or splits, more likely than fields
+            raise SourceError(
+                f"{source.given}: arrays of several names in {len(folders)} folders "
+                f"({', '.join(sorted(folders)[:3])}): say what they are: --arrays rows, files or fields"
+            )
         rows = sum(header.shape[0] for header in headers.values() if header.shape)
         several = f"{len(headers):,} arrays"
         told = {
