@@ -25,7 +25,7 @@ from shardkit_tools.adopting.files import (
 )
 from shardkit_tools.building.source_digests import check_unchanged
 from shardkit_tools.importers.folder import FolderImporter, TextImporter
-from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, SourceTask, row_name
+from shardkit_tools.importers.protocol import SourceFailure, SourceFile, SourceSample, row_name
 from shardkit_tools.importers.source_files import is_url
 
 
@@ -78,7 +78,7 @@ class FolderFiles(AdoptableFiles):
         block_rows = even_block_rows(np.cumsum([0, *(file.size for file in task.files)]), block_bytes)
         with ScannedBlocks() as blocks:
             scan = _GroupScan(self.schema, self.own, block_rows, blocks, LabelRuns(axes))
-            for found in self.importer.read(SourceTask(task.file.name, task.files, task.size)):
+            for found in self.importer.read(self.importer.tasks()[task.number]):
                 if isinstance(found, SourceSample):
                     try:
                         size = scan.add(found, row_name(found, {}))

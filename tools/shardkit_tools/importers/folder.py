@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,28 +66,14 @@ class FolderImporter(FileImporter):
 
     name: str = "folder"
     reads_whole_files: ClassVar[bool] = True
-    samples: tuple[tuple[SourceFile, ...], ...]  # each sample's own file first, then its sidecars
+    samples: tuple[
+        tuple[SourceFile, ...], ...
+    ]  # each sample's own file first, then its sidecars; tasks are ranges
     media: str  # field for the file: image, audio, video or blob
     layout: FolderLayout
     metadata: FileMetadata | None = None
     row_names: Mapping[str, str] = field(default_factory=dict)
     """Files that the metadata names in another Unicode form: name → name there."""
-
-    def tasks(self) -> Sequence[SourceTask]:
-        """Groups of whole samples."""
-        own_files = [
-            replace(own, size=own.size + sum(one.size for one in rest)) for own, *rest in self.samples
-        ]
-        tasks = []
-        start = 0
-        for group in group_files(own_files):
-            stop = start + len(group.files)
-            files = [file for sample in self.samples[start:stop] for file in sample]
-            if self.metadata is not None:
-                files += self.metadata.files
-            tasks.append(SourceTask(group.name, tuple(files), group.size))
-            start = stop
-        return tasks
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
         paths = {file.name: file.path for file in task.files}
@@ -96,7 +81,7 @@ class FolderImporter(FileImporter):
 
     def _rows(self, task: SourceTask, seen: FileObserver = ignore_file) -> SampleStream:
         """Yield one sample per file; an unreadable file is a failure of its sample only."""
-        for own, sidecars in _with_sidecars(task.files):
+        for own, *sidecars in self.samples[task.start : task.stop]:
             try:
                 sample = self._sample(own, sidecars, seen)
             except SourceError as error:
@@ -169,12 +154,17 @@ def why_not_decoded(files: int) -> str:
     return "" if importlib.util.find_spec("PIL") else "Pillow is not installed"
 
 
-def _with_sidecars(files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, list[SourceFile]]]:
-    """Yield each sample's own file with its sidecars, which follow it; metadata files are left out."""
-    files = [file for file in files if not is_metadata(file.name)]
-    starts = [place for place, file in enumerate(files) if file_suffix(file.name) not in SIDECARS]
-    for start, stop in itertools.pairwise([*starts, len(files)]):
-        yield files[start], files[start + 1 : stop]
+def _tasks(
+    samples: Sequence[tuple[SourceFile, ...]], described: Sequence[SourceFile]
+) -> Iterator[SourceTask]:
+    """Yield ranges of samples, each with all files that it needs."""
+    sizes = (replace(own, size=own.size + sum(one.size for one in rest)) for own, *rest in samples)
+    start = 0
+    for group in group_files(sizes):
+        stop = start + len(group.files)
+        files = (*(file for sample in samples[start:stop] for file in sample), *described)
+        yield SourceTask(group.name, files, group.size, start, stop)
+        start = stop
 
 
 def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
@@ -210,6 +200,7 @@ def open_folder(source: Source, options: ImportOptions) -> FolderImporter:
         source=source,
         fields=options.schema(fields, source.given),
         options=options,
+        cut=tuple(_tasks(samples, described)),
         labels=layout.classes,
         layout=layout,
         samples=tuple(samples),
