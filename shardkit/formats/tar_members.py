@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,24 +80,6 @@ def member_header(name: bytes, size: int) -> bytes:
     octal = b"%011o\x00" % size
     checksum = b"%06o\x00 " % (_FIXED_SUM + sum(name) + sum(octal))
     return b"".join((name.ljust(100, b"\x00"), _BEFORE_SIZE, octal, _MTIME, checksum, _AFTER_CHECKSUM))
-
-
-def member_headers(names: NDArray[np.uint8], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return the headers of members whose names have equal length: uint8 (members, 512)."""
-    count, length = names.shape
-    headers = np.empty((count, BLOCK), np.uint8)
-    headers[:] = np.frombuffer(member_header(b"-" * length, 0), np.uint8)
-    headers[:, :length] = names
-    headers[:, 124:135] = _octal(sizes, 11)
-    sums = _FIXED_SUM + names.sum(axis=1, dtype=np.int64) + headers[:, 124:136].sum(axis=1, dtype=np.int64)
-    headers[:, 148:154] = _octal(sums, 6)
-    return headers
-
-
-def _octal(numbers: NDArray[np.int64], digits: int) -> NDArray[np.uint8]:
-    shifts = np.arange(3 * (digits - 1), -1, -3)
-    found: NDArray[np.uint8] = (((numbers[:, None] >> shifts) & 7) + ord("0")).astype(np.uint8)
-    return found
 
 
 @lru_cache(maxsize=64)
@@ -177,21 +158,10 @@ class TarEncoder:
         return b""
 
     def encode(
-        self, rows: RowBlock
+        self, block: RowBlock
     ) -> tuple[list[EncodedBlock], NDArray[np.uint64] | None, NDArray[np.uint64] | None]:
         """Return the encoded blocks, and (rows, fields) offsets and sizes of the members' contents in their blocks."""
-        lengths = {len(key) for key in rows.keys}
-        is_matrix = (
-            len(lengths) == 1
-            and self._schema.stored is self._schema
-            and all(isinstance(column, np.ndarray) for column in rows.columns)
-        )
-        blocks, offsets, sizes = (self._matrix if is_matrix else self._members)(rows)
-        return [EncodedBlock(raw, len(raw)) for raw in blocks], offsets, sizes
-
-    def _members(self, block: RowBlock) -> tuple[Sequence[bytes], NDArray[np.uint64], NDArray[np.uint64]]:
-        """Encode member by member, for names and payloads of any length."""
-        blocks: list[bytes] = []
+        blocks: list[EncodedBlock] = []
         ends = set(block.borders[1:])
         parts: list[bytes | memoryview] = []
         offsets: list[int] = []
@@ -218,7 +188,8 @@ class TarEncoder:
                     'store them as arrow (--format arrow, format="arrow")'
                 )
             if row in ends:
-                blocks.append(b"".join(parts))
+                raw = b"".join(parts)
+                blocks.append(EncodedBlock(raw, len(raw)))
                 parts.clear()
                 position = 0
         shape = (len(block), len(self._fields))
@@ -227,30 +198,6 @@ class TarEncoder:
             np.array(offsets, np.uint64).reshape(shape),
             np.array(sizes, np.uint64).reshape(shape),
         )
-
-    def _matrix(self, block: RowBlock) -> tuple[Sequence[memoryview], NDArray[np.uint64], NDArray[np.uint64]]:
-        """Encode all rows at once; keys must have equal length and every field a fixed size."""
-        rows = len(block)
-        keys = np.frombuffer("".join(block.keys).encode(), np.uint8).reshape(rows, -1)
-        members = [
-            _fixed_members(kind, np.asarray(column), keys, dotted)
-            for (dotted, kind), column in zip(self._fields, block.columns, strict=True)
-        ]
-        widths = [BLOCK + padded(int(sizes.max())) for _, _, _, sizes in members]
-        starts = np.cumsum([0, *widths])
-        raw = np.empty((rows, int(starts[-1])), np.uint8)
-        for start, stop, (headers, prefix, content, _) in zip(starts, starts[1:], members, strict=False):
-            raw[:, start : start + BLOCK] = headers
-            at = start + BLOCK
-            raw[:, at : at + len(prefix)] = np.frombuffer(prefix, np.uint8)
-            at += len(prefix)
-            raw[:, at : at + content.shape[1]] = content
-            raw[:, at + content.shape[1] : stop] = 0
-        borders = block.borders
-        before = (np.arange(rows) - np.repeat(borders[:-1], np.diff(borders)))[:, None] * raw.shape[1]
-        offsets = (before + starts[None, :-1] + BLOCK).astype(np.uint64)
-        sizes = np.stack([sizes for *_, sizes in members], axis=1).astype(np.uint64)
-        return [raw[a:b].reshape(-1).data for a, b in pairwise(borders)], offsets, sizes
 
     def tail(self) -> bytes:
         """Return the two zero blocks that end an archive."""
@@ -276,26 +223,6 @@ def member_parts(kind: FieldType, payload: bytes | memoryview) -> tuple[bytes, b
         value = int.from_bytes(payload, "little", signed=dtype.kind == "i")
         return b"", b"%d" % value
     return npy_header(kind, len(payload) // dtype.itemsize), payload
-
-
-def _fixed_members(
-    kind: FieldType, payloads: NDArray[np.uint8], keys: NDArray[np.uint8], dotted: str
-) -> tuple[NDArray[np.uint8], bytes, NDArray[np.uint8], NDArray[np.int64]]:
-    """Return tar headers, common prefix, zero-padded contents and sizes of the members of one field."""
-    rows, dtype = len(keys), kind.numpy_dtype
-    if kind.is_whole:
-        whole = np.ascontiguousarray(payloads).view(np.uint8 if dtype.kind == "b" else dtype).ravel()
-        texts = [b"%d" % value for value in whole.tolist()]
-        sizes = np.fromiter(map(len, texts), np.int64, rows)
-        prefix, content = b"", np.array(texts, f"S{MAX_DIGITS}").view(np.uint8).reshape(rows, MAX_DIGITS)
-    else:
-        prefix, content = npy_header(kind), payloads
-        sizes = np.full(rows, len(prefix) + payloads.shape[1], np.int64)
-    suffix = f"{dotted}{member_extension(kind, b'')}".encode()
-    names = np.empty((rows, keys.shape[1] + len(suffix)), np.uint8)
-    names[:, : keys.shape[1]] = keys
-    names[:, keys.shape[1] :] = np.frombuffer(suffix, np.uint8)
-    return member_headers(names, sizes), prefix, content, sizes
 
 
 def member_bytes(kind: FieldType, payload_bytes: int) -> int:
