@@ -231,15 +231,26 @@ class ScannedBlocks:
     def add(self, data: bytes, rows: int, spans: Sequence[Span] = ()) -> None:
         """Add the next block, which holds `rows` rows; `spans` are the (start, stop) of its ranges, if it has any."""
         self._add_part(data)
-        self._sizes.append(len(data))
-        self._starts.append(self._starts[-1] + rows)
-        self._spans.append(spans)
-        self._digests.append({})
+        digests = self._add_block(len(data), rows, spans)
         stops: dict[int, set[int]] = {0: {len(data)}}
         for start, stop in spans:
             stops.setdefault(start, set()).add(stop)
         for start, found in stops.items():
-            self._start(max(found) - start, _hash_spans, data, start, sorted(found), self._digests[-1])
+            self._start(max(found) - start, _hash_spans, data, start, sorted(found), digests)
+
+    def add_small(self, data: bytes, sizes: Sequence[int], rows: Sequence[int]) -> None:
+        """Add the next blocks, given their bytes, one after the other, and the size and rows of each."""
+        self._add_part(data)
+        digests = [self._add_block(size, count, ()) for size, count in zip(sizes, rows, strict=True)]
+        self._start(len(data), _hash_blocks, data, sizes, digests)
+
+    def _add_block(self, size: int, rows: int, spans: Sequence[Span]) -> dict[Span, Digests]:
+        """Describe the next block, and return where its digests are kept."""
+        self._sizes.append(size)
+        self._starts.append(self._starts[-1] + rows)
+        self._spans.append(spans)
+        self._digests.append({})
+        return self._digests[-1]
 
     def add_tail(self, data: bytes) -> None:
         """Add bytes after the last block."""
@@ -355,13 +366,21 @@ def read_some(stream: BinaryIO, size: int, where: str) -> bytes:
     return b"".join(parts)
 
 
-def _hash_spans(data: bytes, start: int, stops: Sequence[int], found: dict[Span, Digests]) -> None:
+def _hash_spans(
+    data: bytes | memoryview, start: int, stops: Sequence[int], found: dict[Span, Digests]
+) -> None:
     """Hash the spans of a block that begin at `start` in one pass, because each is the beginning of the next."""
     view, strong, done = memoryview(data), hashlib.sha256(), start
     for stop in stops:
         strong.update(view[done:stop])
         done = stop
         found[start, stop] = xxh3(view[start:stop]), strong.digest()
+
+
+def _hash_blocks(data: bytes, sizes: Sequence[int], found: Sequence[dict[Span, Digests]]) -> None:
+    view, stops = memoryview(data), list(accumulate(sizes))
+    for stop, size, digests in zip(stops, sizes, found, strict=True):
+        _hash_spans(view[stop - size : stop], 0, [size], digests)
 
 
 def _digest_columns(name: str, shape: tuple[int, ...], digests: Sequence[Digests]) -> dict[str, Any]:

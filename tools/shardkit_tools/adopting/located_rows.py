@@ -88,13 +88,20 @@ class LocatedRows:
             report(len(own) - 1, len(data))
         return block_rows
 
-    def add(self, data: bytes, rows: SpanTable, name_of: Callable[[int], str]) -> None:
-        """Check the values of a block with the code that will read them, and keep their spans.
+    def add(
+        self,
+        data: bytes,
+        rows: SpanTable,
+        name_of: Callable[[int], str],
+        starts: NDArray[np.int64] | int = 0,
+    ) -> None:
+        """Check the values of blocks with the code that will read them, and keep their spans.
 
         Args:
-            data: bytes of the block.
-            rows: spans of the fields of each row in the block, in schema order.
-            name_of: returns the name of a row of the block, for messages.
+            data: bytes of the blocks.
+            rows: spans in `data` of the fields of each row, in schema order.
+            name_of: returns the name of a row, for messages.
+            starts: offset in `data` of each row's block, (rows,), or of all.
         """
         raw = np.frombuffer(data, np.uint8)
         table = np.array(rows, np.int64).reshape(len(rows), len(self.schema), 2)
@@ -110,6 +117,8 @@ class LocatedRows:
                 suspects = present.tolist()  # one of these is bad
             for row in suspects:
                 self.check_value(raw, table[row, place], name, name_of(row))
+        offsets = table[:, :, 0]
+        table[:, :, 0] = np.where(offsets > 0, offsets - np.reshape(starts, (-1, 1)), 0)
         self._tables.append(table)
 
     def check_value(self, raw: NDArray[np.uint8], span: ArrayLike, name: str, row: str) -> None:

@@ -1,7 +1,7 @@
 """Adopt tars in one pass: index, digest and runs of rows of one label (SPEC.md §2).
 
 A tar is read in order from its first byte to its last, by the strict reader of the importers; nothing is
-copied. Memory: one block, one sample, and the index.
+copied. Memory: one block, or 1 MiB of smaller ones, one sample, and the index.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ from shardkit_tools.importers.webdataset import TarSample, check_fields, tar_sam
 _MAX_GAP_BYTES = (5 << 30) + (
     64 << 20
 )  # the largest member that is read, or the padding after the end of a tar
+_CHECKED_BYTES = 1 << 20  # blocks whose values are checked together
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class Tars(AdoptableFiles):
     def scan(self, task: AdoptTask, axes: Sequence[str], block_bytes: int, report: Report) -> ScannedFile:
         skip = self.importer.options.skip_bad_rows
         return _TarScan(task, self.schema, axes, block_bytes, report, skip).run()
+
+
+class _Block(NamedTuple):
+    size: int
+    samples: list[TarSample]
 
 
 class _HeldStream:
@@ -110,7 +116,10 @@ class _TarScan:
         self._block: list[TarSample] = []  # samples of the current block
         self._labels: tuple[str, ...] = ()  # their values of the axes
         self._runs = LabelRuns(self.axes)
-        self._block_start = 0
+        self._ended: list[_Block] = []  # blocks whose values are not checked yet
+        self._block_start = self._taken = (
+            0  # offsets of the current block, and of the first that is not checked
+        )
         self._path = self.task.file.path
         self._types = dict(self.schema)  # faster than a mapping of Python
         self._optional = {name for name, kind in self.schema.items() if kind.optional}
@@ -122,18 +131,20 @@ class _TarScan:
         try:
             return self._read()
         except TooUnevenError:
-            self.report(len(self._block) - self.rows, -self._stream.position)
+            unchecked = sum(len(block.samples) for block in self._ended) + len(self._block)
+            self.report(unchecked - self.rows, -self._stream.position)
             return replace(self, block_rows=smaller(self.block_rows or 1)).run()
 
     def _read(self) -> ScannedFile:
         with FilePass(task=self.task) as self._blocks:
-            most_bytes = _MAX_GAP_BYTES + MAX_UNEVEN * self.block_bytes
+            most_bytes = _MAX_GAP_BYTES + MAX_UNEVEN * self.block_bytes + _CHECKED_BYTES
             self._stream = _HeldStream(self._blocks, self.report, most_bytes)
             self._read_samples()
             if not self.rows and not self._failures:
                 raise SourceError(f"{self._path}: the tar holds no samples; leave it out")
             if self.rows:
                 self._end_block(self._end)
+                self._check_blocks()
             self._blocks.add_tail(self._stream.take(self._stream.position - self._block_start))
             self._blocks.add_rest(self.report)  # after damage
             if not self.rows:
@@ -231,27 +242,37 @@ class _TarScan:
         return locate_decimal(member.data, where)
 
     def _end_block(self, end: int) -> None:
-        """Close the block, which extends from the end of the last one to `end`."""
-        data = self._stream.take(end - self._block_start)
-        self._blocks.add(data, len(self._block))
+        """End the block of the last samples, which extends from the end of the block before to `end`."""
         self._runs.add(self._labels, len(self._block))
-        self.report(len(self._block), 0)
-        table = np.stack([self._spans(name, kind) for name, kind in self._types.items()], 1)
-        self._located.add(data, table, lambda row: f"sample {self._block[row].key!r}")
-        self._block_start = end
-        self._block = []
+        self._ended.append(_Block(end - self._block_start, self._block))
+        self._block_start, self._block = end, []
+        if end - self._taken >= _CHECKED_BYTES:
+            self._check_blocks()
 
-    def _spans(self, name: str, kind: FieldType) -> NDArray[np.int64]:
-        """Locate the values of a field in the current block: (rows, offset and size), 0 for missing ones."""
-        members = [sample.members.get(name) for sample in self._block]
+    def _check_blocks(self) -> None:
+        """Locate and check the values of the blocks that have ended; for each by itself, numpy would take longer."""
+        blocks, self._ended = self._ended, []
+        sizes, rows = [block.size for block in blocks], [len(block.samples) for block in blocks]
+        data = self._stream.take(sum(sizes))
+        self._blocks.add_small(data, sizes, rows)
+        samples = [sample for block in blocks for sample in block.samples]
+        self.report(len(samples), 0)
+        table = np.stack([self._spans(name, kind, samples) for name, kind in self._types.items()], 1)
+        starts = np.repeat(np.cumsum([0, *sizes[:-1]]), rows)
+        self._located.add(data, table, lambda row: f"sample {samples[row].key!r}", starts)
+        self._taken = self._block_start
+
+    def _spans(self, name: str, kind: FieldType, samples: Sequence[TarSample]) -> NDArray[np.int64]:
+        """Locate the values of a field after what was taken: (rows, offset and size), 0 for missing ones."""
         is_member = kind.is_opaque and not kind.is_packed
         places = []
-        for member in members:
+        for sample in samples:
+            member = sample.members.get(name)
             if member is None:
                 places.append((0, 0))
             else:
                 skipped, size = (0, member.size) if is_member else self._locate(name, member)
-                places.append((member.offset - self._block_start + skipped, size))
+                places.append((member.offset - self._taken + skipped, size))
         return np.array(places, np.int64)
 
 
