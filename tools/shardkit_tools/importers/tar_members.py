@@ -209,13 +209,13 @@ class _Reader:
     def find_header(self) -> int | None:
         """Read on to the next valid header of a file, and return its offset; None if there is none."""
         self._long_name, self._large_size, self._is_extended = None, None, False
-        while len(block := self._read_block()) == _BLOCK:
+        while self._fill(_BLOCK) >= _BLOCK:
+            block = self._buffer[self._next : self._next + _BLOCK]
             if block[257:262] == b"ustar" and block[156:157] in (*_FILE_TYPES, b"L", b"x"):
                 with contextlib.suppress(SourceError):
                     self._header(block)
-                    self._buffer, self._next = block + self._buffer[self._next :], 0
                     return self._at
-            self._at += _BLOCK
+            self._skip_bytes(_BLOCK)
         return None
 
     def members(self) -> Iterator[Member]:
@@ -246,9 +246,11 @@ class _Reader:
             if kind not in _FILE_TYPES:
                 what = _REFUSED_TYPES.get(kind, f"of the unknown type {kind!r}")
                 self._refuse(f"member {name!r} is {what}; only files and folders can be imported")
-            name, offset = self._checked_name(name), self._at
-            data = self._data(size, f"member {name!r}")
-            yield Member(name, data, 0, size, start, offset)
+            name = self._checked_name(name)
+            self._need(padded(size), f"member {name!r}")
+            buffer, begin, offset = self._buffer, self._next, self._at
+            self._skip_bytes(padded(size))
+            yield Member(name, buffer, begin, size, start, offset)
             start = self._at
 
     def _plain_members(self) -> Iterator[Member]:
@@ -256,8 +258,7 @@ class _Reader:
         if self._skip:
             self._skip -= 1
             return
-        if self._next == len(self._buffer):
-            self._buffer, self._next = self._stream.read(_BUFFER_BYTES), 0
+        self._fill(1)
         data, origin = self._buffer, self._at - self._next  # place of the buffer in the tar
         heads = plain_headers(data, self._next, self._most)
         # runs of few plain headers would cost more than they save
@@ -308,7 +309,7 @@ class _Reader:
     def _read_extension(self, kind: bytes, size: int) -> None:
         if size > _MAX_HEADER_BYTES:
             self._refuse(f"an extension header claims {size} bytes; at most {_MAX_HEADER_BYTES} are read")
-        data = self._data(size, "an extension header")
+        data = self._read(padded(size), "an extension header")[:size]
         if kind == b"L":
             self._is_extended = True
             self._long_name = self._text(data.split(b"\0", 1)[0])
@@ -391,52 +392,45 @@ class _Reader:
         except UnicodeDecodeError:
             self._refuse(f"the member name {raw!r} is not UTF-8; rename it and write the tar again")
 
-    def _data(self, size: int, what: str) -> bytes:
-        data = self._read(size, what)
-        self._read(-size % _BLOCK, what)
-        return data
-
-    def _read_some(self, size: int) -> bytes:
-        """Return at most `size` bytes, first bytes that were read ahead; none at the end of the file."""
-        if self._next == len(self._buffer):
-            if size > _BUFFER_BYTES:
-                # in pieces, so that a header that claims gigabytes does not allocate them before they are read
-                return self._stream.read(min(size, _PIECE_BYTES))
-            self._buffer, self._next = self._stream.read(_BUFFER_BYTES), 0
-        data = self._buffer[self._next : self._next + size]
-        self._next += len(data)
-        return data
-
-    def _read_block(self) -> bytes:
-        """Return the next block, which is shorter only at the end of the file."""
-        block = self._read_some(_BLOCK)
-        while len(block) < _BLOCK and (more := self._read_some(_BLOCK - len(block))):
-            block += more
-        return block
+    def _fill(self, size: int) -> int:
+        """Read until the buffer has `size` bytes ahead or the file ends, and return how many it has."""
+        ahead = len(self._buffer) - self._next
+        if ahead < size:
+            pieces = [self._buffer[self._next :]]
+            # in pieces, so that a header that claims gigabytes does not allocate them before they are read
+            while ahead < size and (
+                piece := self._stream.read(min(max(size - ahead, _BUFFER_BYTES), _PIECE_BYTES))
+            ):
+                pieces.append(piece)
+                ahead += len(piece)
+            self._buffer, self._next = b"".join(pieces), 0
+        return ahead
 
     def _read(self, size: int, what: str) -> bytes:
-        pieces: list[bytes] = []
-        missing = size
-        while missing:
-            piece = self._read_some(missing)
-            if not piece:
-                if not self._at and pieces and pieces[0].startswith(tuple(PACKED_HEADS)):
-                    self._refuse("it is compressed; name it by its compression, such as .tar.gz or .tar.zst")
-                self._refuse(
-                    f"the tar ends inside {what} ({size - missing} of {size} bytes); it is cut short, fetch it again"
-                )
-            pieces.append(piece)
-            missing -= len(piece)
+        self._need(size, what)
+        self._skip_bytes(size)
+        return self._buffer[self._next - size : self._next]
+
+    def _need(self, size: int, what: str) -> None:
+        """Have `size` bytes ahead in the buffer."""
+        ahead = self._fill(size)
+        if ahead < size:
+            if not self._at and self._buffer.startswith(tuple(PACKED_HEADS)):
+                self._refuse("it is compressed; name it by its compression, such as .tar.gz or .tar.zst")
+            self._refuse(
+                f"the tar ends inside {what} ({ahead} of {size} bytes); it is cut short, fetch it again"
+            )
+
+    def _skip_bytes(self, size: int) -> None:
+        self._next += size
         self._at += size
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _check_end(self) -> None:
-        tail = self._read_block()
-        if len(tail) != _BLOCK:
+        if self._fill(_BLOCK) < _BLOCK:
             self._refuse("the tar ends with one zero block instead of two; it is cut short, fetch it again")
-        while tail:
-            if any(tail):
+        while self._fill(1):
+            if any(self._buffer[self._next :]):
                 self._refuse(
                     "data follows the end of the tar (several tars in one file?); it would be lost, so it is refused"
                 )
-            tail = self._read_some(_BUFFER_BYTES)
+            self._next = len(self._buffer)
