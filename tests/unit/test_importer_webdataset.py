@@ -341,6 +341,13 @@ def test_a_tar_without_samples_is_named(tmp_path: Path) -> None:
         read_all(open_source(str(tmp_path)))
 
 
+def test_names_may_hold_line_ends(tmp_path: Path) -> None:
+    members = {f"{number}{end}b.txt": b"%d" % number for number in range(9) for end in ("\n", "")}
+    path = write_tar(tmp_path / "a.tar", members)
+    found = [(row.key, row.sample["text"]) for row in read_all(open_source(path))]
+    assert found == [(name.partition(".")[0], data.decode()) for name, data in members.items()]
+
+
 def test_labels_of_selinux_are_harmless(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         info = tarfile.TarInfo("1.txt")

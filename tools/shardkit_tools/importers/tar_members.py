@@ -265,15 +265,16 @@ class _Reader:
         count = len(heads.names)
         self._skip = 0 if count or self._most > _FEW_HEADERS else _FEW_HEADERS
         self._most = 2 * count + _FEW_HEADERS
+        if not count:
+            return
         joined = b"\n".join(heads.names)
+        are_plain = _PLAIN_NAMES.fullmatch(joined) and joined.count(b"\n") == count - 1
         names: Iterable[str] = (
             joined.decode().split("\n")
-            if _PLAIN_NAMES.fullmatch(joined)
+            if are_plain
             else (self._checked_name(self._text(name.partition(b"\0")[0])) for name in heads.names)
         )
-        if count:
-            self._next = int(heads.offsets[-1] + padded(int(heads.sizes[-1])))
-            self._at = origin + self._next
+        self._skip_bytes(int(heads.offsets[-1] + padded(int(heads.sizes[-1]))) - self._next)
         columns = (heads.offsets, heads.sizes, heads.starts + origin, heads.offsets + origin)
         values = (column.tolist() for column in columns)
         yield from map(Member._make, zip(names, itertools.repeat(data), *values, strict=False))
