@@ -194,13 +194,10 @@ def _check_sums(record: RunRecord, plan: Plan, decisions: list[Decision]) -> Non
 
 
 def _were_read(record: RunRecord, plan: Plan, decision: Decision) -> bool:
-    """Return True if the start that made a decision read these losses; a later one may have noted others."""
-    times = {one["start"]: one["time"] for one in record.events if one["kind"] == "start"}
-    since = times.get(decision.start, 0)
-    before = min((time for start, time in times.items() if start > decision.start), default=1 << 63)
+    """Return True if these losses were noted before the run went back and noted others."""
     first = (decision.stage - 2) * plan.mixture.every
     end = first + plan.mixture.every
-    for losses in former_losses(record.path, record.loss_legs(), first, end, since=since, before=before):
+    for losses in former_losses(record.path, record.loss_legs(), first, end):
         with suppress(FormatError):
             if recorded_sums(losses, plan, first, end)[0].equals(decision.losses):
                 return True

@@ -87,7 +87,6 @@ class Decision:
     weights: tuple[int, ...]  # one whole number per stratum
     drawn: tuple[int, ...]  # samples of each stratum that all lanes have drawn by the end of the stage
     losses: LossSums  # losses of stage − 2, given to the mixer
-    start: int = 0  # number of the start that made it
 
     @property
     def details(self) -> dict[str, Any]:
@@ -101,9 +100,7 @@ class Decision:
     def of(cls, event: Mapping[str, Any]) -> Decision:
         """Return the decision of an event."""
         sums, counts = (np.array(event[name], dtype=np.int64) for name in ("sums", "counts"))
-        return cls(
-            event["stage"], tuple(event["weights"]), tuple(event["drawn"]), LossSums(sums, counts), event["start"],
-        )  # fmt: skip
+        return cls(event["stage"], tuple(event["weights"]), tuple(event["drawn"]), LossSums(sums, counts))
 
 
 def recorded_decisions(events: Iterable[Mapping[str, Any]], plan: str) -> list[Decision]:

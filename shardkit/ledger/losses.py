@@ -1,8 +1,9 @@
 """Losses of samples in a run directory: one float32 per sample or per cell, as the trainer reports them.
 
-A loader with ``run=`` writes two files per start of a rank, ``losses/<rank>-<number>.steps`` and ``….samples``. Records
-of the first have one size, so that the means of a million steps are read at once; the second has the values of a step
-at the offset that its record names (SPEC.md, "Losses"). `bind_losses` adds their digest to the ledger.
+A loader with ``run=`` writes two files per start of a rank, and per return to an earlier step:
+``losses/<rank>-<number>.steps`` and ``….samples``. Records of the first have one size, so that the means of a million
+steps are read at once; the second has the values of a step at the offset that its record names (SPEC.md, "Losses").
+`bind_losses` adds their digest to the ledger.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ RECORD: Final = np.dtype(
 """Step; offset of its values; their sum and number; lanes that precede them, or 0 if places do; XXH3-64 of both."""
 _SUFFIX: Final = "steps"
 _MOST: Final = 1 << 34  # bytes of a file
-_MOST_PASSES: Final = 1000  # passes over steps within a start
+_MOST_PASSES: Final = 1000  # files with losses of the same steps that are looked at
 
 
 class LossWriter:
@@ -59,14 +60,21 @@ class LossWriter:
     def __init__(
         self, run: Path, *, rank: int, plan: str, batch: int, lanes: int, cell_size: int, since: int = 0
     ) -> None:
-        self._cell_size, self._offset = cell_size, 0
-        folder = run / "losses"
-        with explained(f"write losses in {folder}", writing=True):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._path, self._steps = new_rank_file(folder, rank, _SUFFIX)
+        self._folder, self._rank, self._started = run / "losses", rank, since
+        self._plan, self._batch, self._lanes, self._cell_size = plan, batch, lanes, cell_size
+        self._steps = self._samples = self._last = -1
+        self._open()
+
+    def _open(self) -> None:
+        """Begin the next pair of files."""
+        self.close()
+        self._offset, self._started = 0, max(time.time_ns(), self._started + 1)
+        with explained(f"write losses in {self._folder}", writing=True):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path, self._steps = new_rank_file(self._folder, self._rank, _SUFFIX)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._samples = os.open(self._path.with_suffix(".samples"), flags, 0o644)
-            header = np.array([(MAGIC, plan.encode(), max(time.time_ns(), since), batch, lanes)], HEADER)
+            header = np.array([(MAGIC, self._plan.encode(), self._started, self._batch, self._lanes)], HEADER)
             append(self._steps, header.tobytes())
 
     def write(self, step: int, slots: Int64s, losses: NDArray[np.float32]) -> None:
@@ -93,6 +101,9 @@ class LossWriter:
         else:
             places, cells = slots, 0
         body = places.astype("<u4").tobytes() + losses.astype("<f4").tobytes()
+        if step < self._last:  # files that were begun later hold what was noted later
+            self._open()
+        self._last = step
         total = float(losses.sum(dtype=np.float64))
         record = np.array([(step, self._offset, total, len(losses), cells, 0)], RECORD)
         record["check"] = _check(record.tobytes(), body)
@@ -265,28 +276,14 @@ def read_losses(run: Path, legs: Sequence[Leg] | None = None) -> Losses:
     return _joined(files, parts)
 
 
-def former_losses(
-    run: Path, legs: Sequence[Leg], first: int, end: int, *, since: int, before: int
-) -> Iterator[Losses]:
-    """Yield the losses of steps [first, end) as a start read them, the newest first.
-
-    If ranks went back to an earlier step, the losses noted before follow the losses noted later.
-
-    `since` and `before` are the times of the start and of the next one, whose losses are left out, in nanoseconds since
-    1970.
-    """
+def former_losses(run: Path, legs: Sequence[Leg], first: int, end: int) -> Iterator[Losses]:
+    """Yield the losses of steps [first, end) before each file that has some of them was begun, the newest first."""
     files, parts = _read_files(run, legs)
-    parts = [
-        part[(part["step"] >= first) & (part["step"] < end) & (file.started < before)]
-        for file, part in zip(files, parts, strict=True)
-    ]
-    passes = [
-        np.cumsum(np.diff(part["step"], prepend=-1) <= 0) * (file.started >= since)
-        for file, part in zip(files, parts, strict=True)
-    ]
-    last = max((int(one.max(initial=0)) for one in passes), default=-1)
-    for number in range(last, max(-1, last - _MOST_PASSES), -1):
-        yield _joined(files, [part[of <= number] for part, of in zip(parts, passes, strict=True)])
+    parts = [part[(part["step"] >= first) & (part["step"] < end)] for part in parts]
+    begun = sorted((one.started for one, part in zip(files, parts, strict=True) if len(part)), reverse=True)
+    for before in begun[:_MOST_PASSES]:
+        known = [part if one.started < before else part[:0] for one, part in zip(files, parts, strict=True)]
+        yield _joined(files, known)
 
 
 def _joined(files: list[_File], parts: list[NDArray[Any]]) -> Losses:

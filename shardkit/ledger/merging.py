@@ -274,7 +274,7 @@ class Merge:
                 convert(PlanFacts, facts, f"journal/{source.name}")
                 self._know_plan(header.manifest, header.plan, header.lanes, entry.step, facts)
                 continue
-            self._tell_start(number, entry.step, header, min(one.header.started for one in sources))
+            self._tell_start(number, entry.step, header)
             if entry.kind == EVENT:
                 if entry.end > source.told:
                     self.ledger.add_event(
@@ -334,11 +334,8 @@ class Merge:
         for _, source, place, _ in beyond:
             source.hold(place)
 
-    def _tell_start(self, number: int, step: int, header: Header, time: int) -> None:
-        """Add the event of a start once, with the number of steps that earlier starts reached.
-
-        `time` is when its first rank started: files of losses are assigned to starts by time.
-        """
+    def _tell_start(self, number: int, step: int, header: Header) -> None:
+        """Add the event of a start once, with the number of steps that earlier starts reached."""
         newest = self.ledger.state.start
         if number <= newest.told:
             return
@@ -346,7 +343,7 @@ class Merge:
         before = max(newest.reached[:number], default=0)
         self.ledger.add_event(
             {"kind": "start", "start": number, "step": step, "ranks": header.world, "workers": header.workers,
-             "reached": before, "repeats": max(0, before - step), "time": time}
+             "reached": before, "repeats": max(0, before - step), "time": header.started}
         )  # fmt: skip
 
     def _know_plan(self, manifest: str, plan: str, lanes: int, step: int, facts: dict[str, Any]) -> int:

@@ -332,15 +332,3 @@ def test_a_journal_that_does_not_say_how_its_plan_was_made_is_merged_too(tmp_pat
     assert plan == {
             "kind": "plan", "step": 0, "number": 0, "manifest": MANIFEST, "plan": PLAN, "lanes": LANES,
         }  # fmt: skip
-
-
-def test_a_start_has_the_time_of_the_rank_that_began_first(tmp_path: Path) -> None:
-    """Files of losses are assigned to starts by time, and rank 1 may write before rank 0 begins."""
-    ranks = {
-        rank: Journal(tmp_path / "journal", manifest=MANIFEST, plan=PLAN, rank=rank, world=2, lanes=2)
-        for rank in (1, 0)
-    }
-    for rank, journal in ranks.items():
-        record_cells(journal, 0, [(rank, cell(0, rank))])
-    (event,) = [one for one in merge_journals(tmp_path)[0].event_documents() if one["kind"] == "start"]
-    assert event["time"] == ranks[1].started < ranks[0].started
