@@ -86,6 +86,46 @@ def members_of(rows: Sequence[int]) -> list[tuple[str, bytes]]:
 
 
 @WAYS
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        (tarfile.SYMTYPE, tarfile.GNU_FORMAT),
+        (tarfile.LNKTYPE, tarfile.PAX_FORMAT),
+        (tarfile.FIFOTYPE, tarfile.GNU_FORMAT),
+        (None, tarfile.GNU_FORMAT),
+    ],
+)
+def test_a_link_and_a_name_that_is_not_utf_8_cost_their_own_sample(
+    way: Way, kind: bytes | None, form: int, tmp_path: Path
+) -> None:
+    names = ["a" + "é" * 60, "b", "c", "d"]  # the first is cut within a character where it is short
+    with tarfile.open(tmp_path / "a.tar", "w", format=form) as tar:
+        for number, name in enumerate(names):
+            member = tarfile.TarInfo(f"{name}.bin")
+            if name != "b":
+                member.size = 1
+            elif kind is None:
+                member.name = "x\udce9.bin"
+            else:
+                member.type, member.linkname = kind, "a.bin"
+            tar.addfile(member, io.BytesIO(bytes([number]) * member.size))
+    with pytest.raises(ShardkitError, match=r"a\.tar: .*(only files and folders|is not UTF-8)"):
+        way(tmp_path / "a.tar", tmp_path / "root")
+    rows, said = way(tmp_path / "a.tar", tmp_path / "skip", skip=True)
+    assert [row["blob"] for row in rows] == [b"\0", b"\2", b"\3"]
+    assert re.search("only files and folders|is not UTF-8", said)
+
+
+@WAYS
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "[1e999]", "[NaN]"])
+def test_json_in_a_tar_is_strict(way: Way, text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of([("0.json", b"{}"), ("1.json", text.encode())]))
+    with pytest.raises(ShardkitError, match="JSON"):
+        way(tmp_path / "a.tar", tmp_path / "root")
+    assert way(tmp_path / "a.tar", tmp_path / "skip", skip=True)[0] == [{"meta": {}}]
+
+
+@WAYS
 def test_a_tar_cut_anywhere_gives_the_samples_before_the_cut(way: Way, tmp_path: Path) -> None:
     whole = tar_of(members_of(range(4)))
     size = 512 + 1024 + 512 + 512  # of a sample: headers and padded data

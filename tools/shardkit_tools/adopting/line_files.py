@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
+from shardkit.formats.block import sizes_of
 from shardkit.formats.line_blocks import LineName, LineRows, LineSettings
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.adopting.files import (
@@ -82,11 +83,9 @@ def _counter(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> Par
 
     def count(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
         rows = importer.plain_rows(data)
-        if rows is not None:
-            return LineRows(range(rows), [None] * rows, rows, len(data))
-        found = parse(data, name_of, is_last)
-        # any text of a cell that has been parsed can be encoded
-        return found._replace(rows=[None] * len(found.rows)) if isinstance(importer, CsvImporter) else found
+        if rows is None:
+            return parse(data, name_of, is_last)
+        return LineRows(range(rows), [None] * rows, rows, len(data))
 
     return count
 
@@ -109,9 +108,10 @@ class _LineScan:
     rows: int = 0
     read_bytes: int = 0
     _data: bytes = b""  # rows that are in no block yet
-    # for each of them: where it begins, whether it can be read
+    # for each of them: where it begins, whether it can be read, its memory when it is decoded
     _starts: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _is_good: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    _memory: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _skipped: list[tuple[int, int]] = field(default_factory=list)  # of all blocks, see `LineSettings`
     _failures: list[str] = field(default_factory=list)
 
@@ -163,21 +163,32 @@ class _LineScan:
             size = int(starts[1]) if len(starts) > 1 else len(data)
             self._pass.add_head(data[:size])
             data, starts, block = data[size:], starts[1:] - size, block.part(1, None)
-        are_counted = not block.rows or block.rows[0] is None
-        is_good = np.ones(len(starts), np.bool_) if are_counted else self._check(block)
+        counted = not block.rows or block.rows[0] is None
+        is_good, memory = self._count(starts, len(data)) if counted else self._check(block)
         self._starts = np.append(self._starts, starts + len(self._data))
-        self._is_good = np.append(self._is_good, is_good)
+        self._is_good, self._memory = np.append(self._is_good, is_good), np.append(self._memory, memory)
         self._data += data
         self.read_bytes += len(block.data)
         self.report(0, len(block.data))
 
-    def _check(self, block: LineBlock) -> NDArray[np.bool_]:
-        """Encode rows, note why some cannot be, and return which can be read."""
-        good, _, bad = self.importer.encode(self.importer.samples(block))
+    def _count(self, starts: NDArray[np.int64], size: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Return which rows can be read, and about how much memory they take: a value takes what its text takes."""
+        return np.ones(len(starts), np.bool_), np.diff(starts, append=size) + _row_memory(
+            self.importer.schema
+        )
+
+    def _check(self, block: LineBlock) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Encode rows, note why some cannot be, and return which can be read, and the memory that they take."""
+        good, columns, bad = self.importer.encode(self.importer.samples(block))
         self._failures += [str(bad[row]) for row in sorted(bad)]
-        is_good = np.zeros(len(block.rows), np.bool_)
+        is_good, memory = np.zeros(len(block.rows), np.bool_), np.zeros(len(block.rows), np.int64)
         is_good[good] = True
-        return is_good
+        kinds = self.importer.schema.stored
+        memory[good] = sum(
+            sizes_of(column) + _OFFSET_BYTES * (kinds[name].item_bytes is None)
+            for name, column in columns.items()
+        )
+        return is_good, memory
 
     def _first_rows(self) -> int:
         """Return the number of good rows that begin in the first `block_bytes`."""
@@ -191,23 +202,24 @@ class _LineScan:
             stops.append(int(good[-1]) + 1)
         offsets = [0, *self._starts[1:].tolist(), len(self._data)]
         for first, stop in pairwise([0, *stops]):
-            self._add(self._data[offsets[first] : offsets[stop]], self._is_good[first:stop])
+            is_good, memory = self._is_good[first:stop], self._memory[first:stop]
+            self._add(self._data[offsets[first] : offsets[stop]], is_good, int(memory.sum()))
         if stops:
             at = stops[-1]
             self._data, self._starts = self._data[offsets[at] :], self._starts[at:] - offsets[at]
-            self._is_good = self._is_good[at:]
+            self._is_good, self._memory = self._is_good[at:], self._memory[at:]
         self._check_size(self._data, int(self._is_good.sum()))
 
     def _check_size(self, data: bytes, rows: int) -> None:
         if rows > 1 and len(data) > MAX_UNEVEN * self.block_bytes:
             raise TooUnevenError
 
-    def _add(self, data: bytes, is_good: NDArray[np.bool_]) -> None:
-        """End a block; about its memory: a value takes what its text takes."""
+    def _add(self, data: bytes, is_good: NDArray[np.bool_], memory: int) -> None:
+        """End a block."""
         rows, number = int(is_good.sum()), len(self._found)
         self._check_size(data, rows)
         self._skipped += [(number, row) for row in np.flatnonzero(~is_good).tolist()]
-        self._found.add(f"block {number}", rows, len(data) + rows * _row_memory(self.importer.schema))
+        self._found.add(f"block {number}", rows, memory)
         self._pass.add(data, rows)
         self.rows += rows
         self.report(rows, 0)

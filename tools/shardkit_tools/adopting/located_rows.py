@@ -15,7 +15,7 @@ from shardkit.extras import shell_word
 from shardkit.formats import FieldType, Schema
 from shardkit.formats.compression import decompress_frame
 from shardkit.formats.reading import tar_column
-from shardkit.formats.schema import decode_json
+from shardkit.formats.strict_json import JSON_DECODER
 from shardkit_tools.adopting.encoded_blocks import MAX_WHOLE_BYTES, check_block_size
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
@@ -136,7 +136,10 @@ class LocatedRows:
         if kind.kind == "json":
             view = raw.data
             for start, size in table.tolist():
-                decode_json(view[start : start + size], name)
+                try:  # strictly, as a build: readers would take the last of two values
+                    JSON_DECODER.decode(str(view[start : start + size], "utf-8"))
+                except (ValueError, RecursionError) as error:
+                    raise FormatError(f"field {name!r}: no JSON: {error}") from None
         elif kind.kind != "bytes":
             tar_column(raw, table[:, 0], table[:, 1], kind, name, is_payload=self.is_payload.get(name, False))
 

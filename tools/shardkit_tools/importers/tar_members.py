@@ -3,8 +3,8 @@
 The standard library's tarfile follows headers that no honest writer makes (a pax ``path`` over a clean name,
 a pax ``size=0`` that reveals a hidden member, a sparse file of a terabyte), so it is not used for sources.
 This reader accepts the output of common writers (ustar, GNU tar with long names, pax headers with times and
-long names) and refuses the rest with the names of file and member. Links, devices and names with ``..`` are
-refused, never skipped.
+long names) and refuses the rest with the names of file and member. Names with ``..`` are refused; a link, a device or
+a name that is not UTF-8 makes its sample unreadable.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ _REFUSED_TYPES = {
     b"3": "a character device",
     b"4": "a block device",
     b"6": "a pipe",
-    b"S": "a GNU sparse file",
-    b"M": "a part of a multi-volume tar",
 }
+_REFUSED_DATA = {b"S": "a GNU sparse file", b"M": "a part of a multi-volume tar"}
 # pax records that affect neither the name nor the data of a member
 _HARMLESS_PAX = frozenset(
     {"mtime", "atime", "ctime", "uid", "gid", "uname", "gname", "comment", "LIBARCHIVE.creationtime"}
@@ -85,6 +84,7 @@ class Member(NamedTuple):
     size: int  # bytes of the content
     start: int  # offset in the tar of its first header
     offset: int  # offset in the tar of its content
+    why: str = ""  # why its sample cannot be read
 
     @property
     def data(self) -> bytes:
@@ -114,7 +114,10 @@ def field_of(extension: str) -> str:
 
 def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = False) -> Iterator[Member]:
     """Yield the members of a tar, read from its first byte to its end."""
-    return _Reader(stream, where, one_name=one_name).members()
+    for member in _Reader(stream, where, one_name=one_name).members():
+        if member.why:
+            raise SourceError(f"{where}: {member.why}")
+        yield member
 
 
 def members_and_damage(
@@ -191,6 +194,15 @@ def plain_headers(data: bytes, start: int, most: int) -> _Headers:
     return _Headers(names, borders[first], borders[own] + _BLOCK, sizes[own])
 
 
+def _text_or_why(raw: bytes) -> tuple[str, str]:
+    """Return a name, and why its member cannot be read: it is not UTF-8, and the name has "?" for its bytes."""
+    try:
+        return raw.decode(), ""
+    except UnicodeDecodeError:
+        shown = raw.decode("ascii", errors="replace").replace("\ufffd", "?")
+        return shown, f"the member name {raw!r} is not UTF-8; rename it and write the tar again"
+
+
 class _Reader:
     def __init__(self, stream: BinaryIO | Stream, where: str, *, one_name: bool) -> None:
         self._stream, self._where, self._one_name = stream, where, one_name
@@ -230,27 +242,30 @@ class _Reader:
                     self._refuse("an extension header is not followed by a member; write the tar again")
                 self._check_end()
                 return
-            kind, name, size = self._header(header)
+            kind, raw, size = self._header(header)
             if kind in (b"L", b"x", b"g"):
                 self._read_extension(kind, size)
                 continue
             if self._one_name and self._long_name is not None:
-                self._check_one_name(name, self._long_name)
-            name = self._long_name or name
+                self._check_one_name(raw, self._long_name)
+            name, why = (self._long_name, "") if self._long_name else _text_or_why(raw)
             size = self._effective_size(size, name)
             self._long_name, self._large_size, self._is_extended = None, None, False
             if kind == b"5":
                 if size:
                     self._refuse(f"folder {name!r} claims {size} bytes of data; write the tar again")
                 continue
-            if kind not in _FILE_TYPES:
-                what = _REFUSED_TYPES.get(kind, f"of the unknown type {kind!r}")
+            if kind in _REFUSED_TYPES:
+                why = f"member {name!r} is {_REFUSED_TYPES[kind]}; only files and folders can be imported"
+                size = 0
+            elif kind not in _FILE_TYPES:
+                what = _REFUSED_DATA.get(kind, f"of the unknown type {kind!r}")
                 self._refuse(f"member {name!r} is {what}; only files and folders can be imported")
             name = self._checked_name(name)
             self._need(padded(size), f"member {name!r}")
             buffer, begin, offset = self._buffer, self._next, self._at
             self._skip_bytes(padded(size))
-            yield Member(name, buffer, begin, size, start, offset)
+            yield Member(name, buffer, begin, size, start, offset, why)
             start = self._at
 
     def _plain_members(self) -> Iterator[Member]:
@@ -268,19 +283,20 @@ class _Reader:
         if not count:
             return
         joined = b"\n".join(heads.names)
-        are_plain = _PLAIN_NAMES.fullmatch(joined) and joined.count(b"\n") == count - 1
-        names: Iterable[str] = (
-            joined.decode().split("\n")
-            if are_plain
-            else (self._checked_name(self._text(name.partition(b"\0")[0])) for name in heads.names)
-        )
+        names: Iterable[str]
+        whys: Iterable[str] = itertools.repeat("")
+        if _PLAIN_NAMES.fullmatch(joined) and joined.count(b"\n") == count - 1:
+            names = joined.decode().split("\n")
+        else:
+            texts = [_text_or_why(name.partition(b"\0")[0]) for name in heads.names]
+            names, whys = (self._checked_name(name) for name, _ in texts), (why for _, why in texts)
         self._skip_bytes(int(heads.offsets[-1] + padded(int(heads.sizes[-1]))) - self._next)
         columns = (heads.offsets, heads.sizes, heads.starts + origin, heads.offsets + origin)
         values = (column.tolist() for column in columns)
-        yield from map(Member._make, zip(names, itertools.repeat(data), *values, strict=False))
+        yield from map(Member._make, zip(names, itertools.repeat(data), *values, whys, strict=False))
 
-    def _header(self, header: bytes) -> tuple[bytes, str, int]:
-        """Return (kind, name, size)."""
+    def _header(self, header: bytes) -> tuple[bytes, bytes, int]:
+        """Return (kind, name, size); the name may be cut within a character if an extension has it whole."""
         claimed = self._octal(header[148:156], "checksum")
         unsigned = sum(header) - sum(header[148:156]) + 8 * 0x20
         if claimed != unsigned:
@@ -293,10 +309,10 @@ class _Reader:
             raw = prefix + b"/" + raw if prefix else raw
         size = header[124:136]
         if size[0] == 0x80:  # GNU and star write sizes beyond the octal digits as big-endian numbers
-            return header[156:157], self._text(raw), int.from_bytes(size[1:], "big")
+            return header[156:157], raw, int.from_bytes(size[1:], "big")
         if size[0] & 0x80:
             self._refuse("a header claims a negative size; the tar is damaged or hostile")
-        return header[156:157], self._text(raw), self._octal(size, "size")
+        return header[156:157], raw, self._octal(size, "size")
 
     def _octal(self, raw: bytes, what: str) -> int:
         digits = raw.strip(b" \0")
@@ -367,14 +383,15 @@ class _Reader:
             self._refuse(f"member {name!r} claims {size} bytes; at most {_MAX_MEMBER_BYTES} fit in a shard")
         return size
 
-    def _check_one_name(self, short: str, long: str) -> None:
+    def _check_one_name(self, short: bytes, long: str) -> None:
         """Refuse different names: the header may only truncate a name or replace non-ASCII characters."""
-        if long.encode()[: len(short.encode())] == short.encode() and len(short.encode()) >= 99:
+        if long.encode()[: len(short)] == short and len(short) >= 99:
             return
-        if short == long or (not long.isascii() and long.encode("ascii", "replace").decode()[:100] == short):
+        if short == long.encode() or (not long.isascii() and long.encode("ascii", "replace")[:100] == short):
             return
+        shown = short.decode(errors="replace")
         self._refuse(
-            f"member {long!r} is called {short!r} in its own header; readers would disagree, so it is not adopted; "
+            f"member {long!r} is called {shown!r} in its own header; readers would disagree, so it is not adopted; "
             "read it into shards of its own: shardkit build"
         )
 
@@ -388,10 +405,10 @@ class _Reader:
         return "/".join(parts)
 
     def _text(self, raw: bytes) -> str:
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            self._refuse(f"the member name {raw!r} is not UTF-8; rename it and write the tar again")
+        text, why = _text_or_why(raw)
+        if why:
+            self._refuse(why)
+        return text
 
     def _fill(self, size: int) -> int:
         """Read until the buffer has `size` bytes ahead or the file ends, and return how many it has."""

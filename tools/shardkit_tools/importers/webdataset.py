@@ -357,7 +357,9 @@ def tar_samples(
             field, why = fields.get(extension) or fields.setdefault(extension, _field_facts(extension, keeps))
             if field in sample.members:
                 why = f"a second member for the field {field!r} of one sample; rename or remove one"
-            if why and sample.error is None:
+            if member.why:
+                sample.error = SourceError(f"{path}: {member.why}")
+            elif why and sample.error is None:
                 sample.error = SourceError(f"{path} member {name!r}: {why}")
             sample.members[field] = member
     except SourceError:
