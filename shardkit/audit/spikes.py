@@ -127,7 +127,7 @@ class RankedLoss(NamedTuple):
 
     Attributes:
         step: number of the step in the run.
-        place: place in the step's grid, or lane if there is one loss per cell.
+        place: place in the step's grid, lane · cell size + slot.
         loss: as noted by the trainer.
         score: distance from the median loss of near steps, in their robust standard deviations; infinite if the loss
             is not finite.
@@ -182,16 +182,16 @@ def _with_best(best: list[RankedLoss], rows: LossRows, top: int) -> list[RankedL
 def describe_ranked(
     record: RunRecord, plans: dict[int, RunPlan], losses: Losses, ranked: Sequence[RankedLoss]
 ) -> list[dict[str, object]]:
-    """Return ranked losses with their samples as plain values; a loss of a cell names each sample of the cell."""
+    """Return ranked losses with their samples as plain values."""
     of_step = {step: losses_of_step(record, plans, losses, step)[0] for step in {one.step for one in ranked}}
     found: list[dict[str, object]] = []
     for one in ranked:
         leg = next(number for number, first, end in record.legs() if first <= one.step < end)
-        size, by_cell = plans[leg].plan.cell_size, losses.of_step(one.step)[2]
+        size = plans[leg].plan.cell_size
         found += [
             {"step": one.step, "score": one.score, **asdict(sample)}
             for sample in of_step[one.step]
-            if (sample.lane if by_cell else sample.lane * size + sample.slot) == one.place
+            if sample.lane * size + sample.slot == one.place
         ]
     return found
 
@@ -208,17 +208,16 @@ def losses_of_step(
     samples = samples_of_step(record, plans, step)
     number = next(number for number, first, end in record.legs() if first <= step < end)
     plan = plans[number].plan
-    places, values, is_by_cell = losses.of_step(step)
+    places, values = losses.of_step(step)
     noted = dict(zip(places.tolist(), values.tolist(), strict=True))
     strata = plan.population.strata
     of = plan.grid.order.strata_of(np.array([one.sample for one in samples], dtype=np.int64)).tolist()
-    # one loss per place, or one per lane
-    where = [one.lane if is_by_cell else one.lane * plan.cell_size + one.slot for one in samples]
+    where = [one.lane * plan.cell_size + one.slot for one in samples]
     unknown = noted.keys() - set(where)
     if unknown:
         raise FormatError(
-            f"step {step}: losses are noted for {len(unknown)} places that the step does not have, such as "
-            f"{'lane' if is_by_cell else 'place'} {min(unknown)}; were they written by another run?"
+            f"step {step}: losses are noted for {len(unknown)} places that the step does not have, such as place "
+            f"{min(unknown)}; were they written by another run?"
         )
     found = [
         SampleLoss(noted[place], one.sample, one.key, strata[stratum], one.source, one.lane, one.slot)

@@ -85,17 +85,11 @@ def _batch(versions: Versions[Any], plan: Plan, losses: Losses, first: int, end:
     flat = cells.reshape(len(cells), -1)
     values = np.full(flat.shape, np.nan, dtype=np.float32)
     is_noted = np.zeros(flat.shape, dtype=np.bool_)
-    of_cell = rows.by_cell
-    width = np.where(of_cell, cells.shape[1], flat.shape[1])
-    if (rows.places >= width).any():
-        wrong = int(rows.steps[rows.places >= width][0])
+    if (is_wrong := rows.places >= flat.shape[1]).any():
+        wrong = int(rows.steps[is_wrong][0])
         raise FormatError(f"step {wrong}: losses are noted for places that the step does not have")
-    whole = ~of_cell
-    values[rows.steps[whole] - first, rows.places[whole]] = rows.losses[whole]
-    is_noted[rows.steps[whole] - first, rows.places[whole]] = True
-    by_lane, lane_is_noted = values.reshape(cells.shape), is_noted.reshape(cells.shape)
-    by_lane[rows.steps[of_cell] - first, rows.places[of_cell]] = rows.losses[of_cell][:, None]
-    lane_is_noted[rows.steps[of_cell] - first, rows.places[of_cell]] = True
+    values[rows.steps - first, rows.places] = rows.losses
+    is_noted[rows.steps - first, rows.places] = True
     step, place = np.nonzero(is_noted & (flat >= 0))
     samples = flat[step, place]
     numbers = samples

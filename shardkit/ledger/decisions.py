@@ -66,13 +66,10 @@ def recorded_sums(losses: Losses, plan: Plan, first: int, end: int) -> tuple[Los
     if not len(rows.steps):
         return found, 0
     cells = plan.steps(first, end)
-    lanes = np.where(rows.by_cell, rows.places, rows.places // plan.cell_size)
-    slots = np.where(rows.by_cell, 0, rows.places % plan.cell_size)
+    lanes, slots = np.divmod(rows.places, plan.cell_size)
     inside = lanes < plan.lanes
-    steps, lanes, slots = rows.steps[inside] - first, lanes[inside], slots[inside]
-    values, by_cell = rows.losses[inside], rows.by_cell[inside]
-    samples = np.concatenate((cells[steps, lanes, slots][~by_cell], cells[steps, lanes][by_cell].ravel()))
-    values = np.concatenate((values[~by_cell], np.repeat(values[by_cell], plan.cell_size)))
+    samples = cells[rows.steps[inside] - first, lanes[inside], slots[inside]]
+    values = rows.losses[inside]
     present = samples >= 0
     strata_of = plan.grid.order.strata_of(samples[present])
     num_samples = int(present.sum())

@@ -1,4 +1,4 @@
-"""Losses of samples in a run directory: one float32 per sample or per cell, as the trainer reports them.
+"""Losses of samples in a run directory: one float32 per sample, as the trainer reports them.
 
 A loader with ``run=`` writes two files per start of a rank, and per return to an earlier step:
 ``losses/<rank>-<number>.steps`` and ``….samples``. Records of the first have one size, so that the means of a million
@@ -30,10 +30,8 @@ from shardkit.stores.file_operations import explained
 __all__ = ["Leg", "LossRows", "LossWriter", "Losses", "former_losses", "read_losses"]
 
 MAGIC: Final = b"shardkit losses 1\n"
-HEADER: Final = np.dtype(
-    [("magic", "S24"), ("plan", "S64"), ("started", "<u8"), ("batch", "<u4"), ("lanes", "<u4")]
-)
-"""Magic, hex digest of the plan, start in nanoseconds since 1970, rows of a full step, lanes."""
+HEADER: Final = np.dtype([("magic", "S24"), ("plan", "S64"), ("started", "<u8"), ("batch", "<u8")])
+"""Magic, hex digest of the plan, beginning in nanoseconds since 1970, rows of a full step."""
 RECORD: Final = np.dtype(
     [
         ("step", "<i8"),
@@ -58,10 +56,10 @@ class LossWriter:
     """
 
     def __init__(
-        self, run: Path, *, rank: int, plan: str, batch: int, lanes: int, cell_size: int, since: int = 0
+        self, run: Path, *, rank: int, plan: str, batch: int, cell_size: int, since: int = 0
     ) -> None:
         self._folder, self._rank, self._started = run / "losses", rank, since
-        self._plan, self._batch, self._lanes, self._cell_size = plan, batch, lanes, cell_size
+        self._plan, self._batch, self._cell_size = plan, batch, cell_size
         self._steps = self._samples = self._last = -1
         self._open()
 
@@ -74,43 +72,44 @@ class LossWriter:
             self._path, self._steps = new_rank_file(self._folder, self._rank, _SUFFIX)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             self._samples = os.open(self._path.with_suffix(".samples"), flags, 0o644)
-            header = np.array([(MAGIC, self._plan.encode(), self._started, self._batch, self._lanes)], HEADER)
+            header = np.array([(MAGIC, self._plan.encode(), self._started, self._batch)], HEADER)
             append(self._steps, header.tobytes())
 
-    def write(self, step: int, slots: Int64s, losses: NDArray[np.float32]) -> None:
-        """Append the losses of this rank's part of a step.
+    def write(self, step: int, slots: Int64s, losses: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Append the losses of this rank's part of a step and return them, one per row.
 
         Args:
             step: number of the step.
             slots: (n,) places of the rows in the grid, lane · cell_size + slot, lane after lane.
-            losses: (n,) one per row, or (lanes of this rank,) one per cell.
+            losses: (n,) one per row, or (lanes of this rank,) one per cell, which becomes the loss of its rows.
 
         Raises:
             UsageError: there are neither as many losses as rows nor as many as cells.
         """
-        lanes = slots // self._cell_size
-        lanes = lanes[np.flatnonzero(np.diff(lanes, prepend=-1))]
+        lane = slots // self._cell_size
+        first = np.flatnonzero(np.diff(lane, prepend=-1))
+        lanes = lane[first]
         if losses.shape not in ((len(slots),), (len(lanes),)):
             raise UsageError(
                 f"step {step}: losses of shape {losses.shape}, expected ({len(slots)},), one per row of the batch, or "
                 f"({len(lanes)},), one per cell"
             )
-        whole = (lanes[:, None] * self._cell_size + np.arange(self._cell_size)).ravel()
-        if len(losses) == len(lanes) or np.array_equal(whole, slots):
-            places, cells = lanes, len(lanes)
-        else:
-            places, cells = slots, 0
+        if len(losses) != len(slots):
+            losses = np.repeat(losses, np.diff(first, append=len(slots)))
+        is_whole = len(slots) == len(lanes) * self._cell_size
+        places = lanes if is_whole else slots
         body = places.astype("<u4").tobytes() + losses.astype("<f4").tobytes()
         if step < self._last:  # files that were begun later hold what was noted later
             self._open()
         self._last = step
         total = float(losses.sum(dtype=np.float64))
-        record = np.array([(step, self._offset, total, len(losses), cells, 0)], RECORD)
+        record = np.array([(step, self._offset, total, len(losses), len(lanes) * is_whole, 0)], RECORD)
         record["check"] = _check(record.tobytes(), body)
         with explained(f"write {self._path}", writing=True):
             append(self._samples, body)
             append(self._steps, record.tobytes())
         self._offset += len(body)
+        return losses
 
     def close(self) -> None:
         """Sync and close the files; may be called twice."""
@@ -130,7 +129,7 @@ class _File(NamedTuple):
     path: Path
     plan: str
     started: int
-    most: int  # losses of a step of all ranks
+    batch: int  # rows of a full step of all ranks
 
 
 class Leg(NamedTuple):
@@ -145,10 +144,8 @@ class LossRows(NamedTuple):
     """Losses of several steps, ordered by step and place."""
 
     steps: Int64s  # (n,) int64
-    # (n,) int64 places in the grid, lane · cell_size + slot, or lanes if there is one loss per cell
-    places: Int64s
+    places: Int64s  # (n,) int64 places in the grid, lane · cell_size + slot
     losses: NDArray[np.float32]  # (n,) float32
-    by_cell: Bools  # (n,) bool, True for losses of cells
 
 
 class Losses:
@@ -172,16 +169,16 @@ class Losses:
             np.add.reduceat(self._records["count"].astype(np.int64), first) if len(first) else np.empty(0)
         )
         self.means: Float64s = totals / np.maximum(1, counts)
-        most = np.array([one.most for one in files], dtype=np.int64)[self._of_file]
+        most = np.array([one.batch for one in files], dtype=np.int64)[self._of_file]
         repeated = counts > np.maximum.reduceat(most, first) if len(first) else np.empty(0, dtype=np.bool_)
         for place in np.flatnonzero(repeated).tolist():  # few: only what a restart repeated
             self.means[place] = float(self.of_step(int(self.steps[place]))[1].mean())
 
-    def of_step(self, step: int) -> tuple[Int64s, NDArray[np.float32], bool]:
+    def of_step(self, step: int) -> tuple[Int64s, NDArray[np.float32]]:
         """Return the losses of a step.
 
         Returns:
-            (places, losses, is_by_cell): as in `LossRows`.
+            (places, losses): as in `LossRows`.
 
         Raises:
             NotFoundError: there are no losses of this step.
@@ -190,7 +187,7 @@ class Losses:
         rows = self.of_steps(step, step + 1)
         if not len(rows.steps):
             raise NotFoundError(f"no losses of step {step}: loader.note(batch, losses) was not called for it")
-        return rows.places, rows.losses, bool(rows.by_cell[0])
+        return rows.places, rows.losses
 
     def of_steps(self, first: int, end: int) -> LossRows:
         """Return the losses of steps [first, end).
@@ -209,23 +206,19 @@ class Losses:
         steps = np.repeat(records["step"].astype(np.int64), counts)
         places = np.concatenate([np.empty(0, np.int64), *(body.places for body in bodies)])
         losses = np.concatenate([np.empty(0, np.float32), *(body.losses for body in bodies)])
-        by_cell = np.repeat(np.array([body.by_cell for body in bodies], dtype=np.bool_), counts)
         number = np.cumsum(np.diff(steps, prepend=-1) != 0)
         keys = number * (int(places.max(initial=0)) + 1) + places
         # steps of several ranks, or repeated ones
         if (np.diff(records["step"]) <= 0).any() or (np.diff(keys) <= 0).any():
-            newest = by_cell[np.searchsorted(steps, steps, side="right") - 1]
             order = np.argsort(keys, kind="stable")  # the newest loss of a place is the last
-            is_last = np.diff(keys[order], append=-1) != 0
-            chosen = order[is_last & (by_cell == newest)[order]]
-            return LossRows(steps[chosen], places[chosen], losses[chosen], by_cell[chosen])
-        return LossRows(steps, places, losses, by_cell)
+            chosen = order[np.diff(keys[order], append=-1) != 0]
+            return LossRows(steps[chosen], places[chosen], losses[chosen])
+        return LossRows(steps, places, losses)
 
 
 class _Body(NamedTuple):
     places: Int64s
     losses: NDArray[np.float32]
-    by_cell: bool
 
 
 def _bodies(records: NDArray[Any], path: Path) -> Iterator[_Body]:
@@ -249,10 +242,10 @@ def _bodies(records: NDArray[Any], path: Path) -> Iterator[_Body]:
                 )
             places = np.frombuffer(body, "<u4", lanes or number).astype(np.int64)
             losses = np.frombuffer(body, "<f4", number, 4 * len(places))
-            if lanes not in (0, number):
+            if lanes:
                 rows = np.arange(number // lanes)
                 places = (places[:, None] * len(rows) + rows).ravel()
-            yield _Body(places, losses, lanes == number)
+            yield _Body(places, losses)
 
 
 def read_losses(run: Path, legs: Sequence[Leg] | None = None) -> Losses:
@@ -299,9 +292,8 @@ def _read_files(run: Path, legs: Sequence[Leg] | None) -> tuple[list[_File], lis
         header, records = _records(path)
         if header is None:
             continue
-        by_cell = bool(len(records)) and bool((records["cells"] == records["count"]).all())
-        most = int(header["lanes"] if by_cell else header["batch"])
-        files.append(_File(path, header["plan"].decode(errors="replace"), int(header["started"]), most))
+        plan, started, batch = header["plan"].decode(errors="replace"), header["started"], header["batch"]
+        files.append(_File(path, plan, int(started), int(batch)))
         if legs is not None:
             records = records[_in_legs(records["step"], files[-1].plan, legs)]
         parts.append(records)

@@ -106,13 +106,10 @@ class Mixing:
                 )
             self._recorded[first // self._every] = found
 
-    def note(self, step: int, samples: Int64s, slots: Int64s, losses: NDArray[np.float32]) -> None:
-        """Add the losses of this rank's part of a step, one per row or one per cell."""
+    def note(self, step: int, samples: Int64s, losses: NDArray[np.float32]) -> None:
+        """Add the losses of this rank's part of a step, one per row."""
         if step < max(self._first, (self._plan.mixture.decided - 2) * self._every):
             return  # losses of a stage that has been used, or that an earlier start noted
-        if len(losses) != len(samples):
-            lanes = slots // self._plan.cell_size
-            losses = np.repeat(losses, np.unique(lanes, return_counts=True)[1])
         found = LossSums.of(self._plan.grid.order.strata_of(samples), losses, self._strata)
         with self._changed:
             self._noted[step] = found

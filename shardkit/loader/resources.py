@@ -185,13 +185,13 @@ class LoaderResources:
             assert self.journal is not None, "there is one with a run directory"
             self._losses = LossWriter(
                 run, rank=setup.topology.rank, plan=plan.digest, since=self.journal.started,
-                batch=plan.global_batch, lanes=plan.lanes, cell_size=plan.cell_size,
+                batch=plan.global_batch, cell_size=plan.cell_size,
             )  # fmt: skip
         slots = batches[0].slots if len(batches) == 1 else np.concatenate([one.slots for one in batches])
-        self._losses.write(step, slots, losses)
+        losses = self._losses.write(step, slots, losses)
         if setup.mixing is not None:
             samples = np.concatenate([one.samples for one in batches])
-            setup.mixing.note(step, samples, slots, losses)
+            setup.mixing.note(step, samples, losses)
 
     def _record_replacements(self, facts: dict[str, Any]) -> None:
         details = {name: value for name, value in facts.items() if name != "kind"}

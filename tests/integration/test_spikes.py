@@ -58,8 +58,7 @@ def test_losses_are_found_by_step_and_sample(ds: shardkit.Dataset, tmp_path: Pat
     losses = read_losses(tmp_path / "run")
     assert losses.steps.tolist() == list(range(45))
     for step in (0, 19, 20, 29, 30, 44):
-        places, values, is_by_cell = losses.of_step(step)
-        assert not is_by_cell
+        places, values = losses.of_step(step)
         assert places.tolist() == list(range(BATCH))
         assert np.array_equal(values, loss_of(plan.step(step).ravel(), step))
         assert losses.means[step] == pytest.approx(float(values.mean()), rel=1e-5)
@@ -86,8 +85,9 @@ def test_one_loss_per_cell(ds: shardkit.Dataset, tmp_path: Path) -> None:
         for batch in loader:
             loader.note(batch, np.arange(LANES) + batch.step)
     losses = read_losses(tmp_path / "run")
-    places, values, is_by_cell = losses.of_step(7)
-    assert (places.tolist(), values.tolist(), is_by_cell) == ([0, 1, 2, 3], [7, 8, 9, 10], True)
+    places, values = losses.of_step(7)
+    assert places.tolist() == list(range(BATCH))
+    assert values.tolist() == np.repeat([7, 8, 9, 10], BATCH // LANES).tolist()
     assert losses.means.tolist() == [step + 1.5 for step in range(ROWS // BATCH)]
     record = load_run(tmp_path / "run")
     samples, _ = losses_of_step(record, find_plans(record), losses, 7)
@@ -135,13 +135,10 @@ def test_any_part_of_a_step_is_read_as_it_was_written(
         data.draw(st.lists(st.floats(-9, 9, width=32), min_size=len(slots), max_size=len(slots))), np.float32
     )
     with tempfile.TemporaryDirectory() as folder:
-        writer = LossWriter(Path(folder), rank=0, plan="ab" * 32, batch=4 * cell, lanes=4, cell_size=cell)
+        writer = LossWriter(Path(folder), rank=0, plan="ab" * 32, batch=4 * cell, cell_size=cell)
         writer.write(5, slots, values)
         writer.close()
-        places, found, is_by_cell = read_losses(Path(folder)).of_step(5)
-    if is_by_cell:  # one row in each cell: both readings are the same
-        assert len(slots) == len(np.unique(slots // cell))
-        places = slots
+        places, found = read_losses(Path(folder)).of_step(5)
     assert places.tolist() == slots.tolist()
     assert found.tolist() == values.tolist()
 
@@ -185,7 +182,7 @@ def test_spikes_among_a_million_steps(tmp_path: Path) -> None:
     records["step"], records["total"], records["count"], records["cells"] = np.arange(count), 4 * means, 4, 4
     folder = tmp_path / "losses"
     folder.mkdir()
-    header = np.array([(MAGIC, b"ab" * 32, 1, 16, 4)], HEADER)
+    header = np.array([(MAGIC, b"ab" * 32, 1, 16)], HEADER)
     (folder / "00000-00000.steps").write_bytes(header.tobytes() + records.tobytes())
     found = {one.step for one in find_spikes(read_losses(tmp_path), threshold=12)}
     assert found == {*spikes.tolist(), 777_777}
@@ -323,7 +320,7 @@ def test_poisoned_samples_are_found_among_ten_million(tmp_path: Path) -> None:
     poisoned = np.sort(draw.choice(batch * steps, 1000, replace=False))
     folder = tmp_path / "losses"
     folder.mkdir()
-    header = np.array([(MAGIC, b"ab" * 32, 1, batch, 8)], HEADER)
+    header = np.array([(MAGIC, b"ab" * 32, 1, batch)], HEADER)
     lanes = np.arange(8, dtype="<u4").tobytes()
     records, offset = np.zeros(steps, RECORD), 0
     with (folder / "00000-00000.samples").open("wb") as file:
@@ -428,9 +425,7 @@ def test_ranks_of_samples_do_not_depend_on_how_they_are_read(
         for rank in range(world):
             lanes = np.arange(rank * LANES // world, (rank + 1) * LANES // world)
             slots = (lanes[:, None] * (BATCH // LANES) + np.arange(BATCH // LANES)).ravel()
-            writer = LossWriter(
-                run, rank=rank, plan="0" * 64, batch=BATCH, lanes=LANES, cell_size=BATCH // LANES
-            )
+            writer = LossWriter(run, rank=rank, plan="0" * 64, batch=BATCH, cell_size=BATCH // LANES)
             for step in range(first, end):
                 losses = draw.normal(size=len(lanes) if by_cell else len(slots)).astype(np.float32)
                 losses[draw.random(len(losses)) < 0.02] = draw.choice([np.nan, np.inf, 50.0])
@@ -448,7 +443,7 @@ def ranked_one_by_one(losses: Losses, top: int, window: int) -> list[tuple[int, 
     for at in range(0, len(losses.steps), window):
         group = []
         for step in losses.steps[at : at + window].tolist():
-            places, values, _ = losses.of_step(step)
+            places, values = losses.of_step(step)
             group += [(step, *pair) for pair in zip(places.tolist(), values.tolist(), strict=True)]
         finite = np.array([loss for *_, loss in group if np.isfinite(loss)])
         expected = float(np.median(finite)) if len(finite) else 0.0
@@ -459,7 +454,7 @@ def ranked_one_by_one(losses: Losses, top: int, window: int) -> list[tuple[int, 
 
 
 def test_a_ranked_loss_that_was_changed_is_refused(tmp_path: Path) -> None:
-    writer = LossWriter(tmp_path, rank=0, plan="0" * 64, batch=BATCH, lanes=LANES, cell_size=BATCH // LANES)
+    writer = LossWriter(tmp_path, rank=0, plan="0" * 64, batch=BATCH, cell_size=BATCH // LANES)
     for step in range(200):
         writer.write(step, np.arange(BATCH), np.linspace(1, 2, BATCH, dtype=np.float32))
     writer.close()
@@ -473,7 +468,7 @@ def test_a_ranked_loss_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 def test_losses_that_do_not_divide_into_their_cells_are_refused(tmp_path: Path) -> None:
     """A hostile record with a checksum that fits."""
-    writer = LossWriter(tmp_path, rank=0, plan="0" * 64, batch=BATCH, lanes=LANES, cell_size=BATCH // LANES)
+    writer = LossWriter(tmp_path, rank=0, plan="0" * 64, batch=BATCH, cell_size=BATCH // LANES)
     writer.write(0, np.arange(BATCH), np.linspace(1, 2, BATCH, dtype=np.float32))
     writer.close()
     path = tmp_path / "losses" / "00000-00000.steps"

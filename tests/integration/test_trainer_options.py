@@ -260,7 +260,7 @@ def test_the_loss_of_every_sample_is_kept(tmp_path: Path, texts: str) -> None:
     losses = read_losses(tmp_path / "kept")
     assert losses.steps.tolist() == list(range(6))
     assert losses.means.tolist() == pytest.approx([one["loss"] for one in metrics], rel=1e-4)
-    places, values, _ = losses.of_step(4)
+    places, values = losses.of_step(4)
     assert places.tolist() == list(range(24))
     assert len(set(values.tolist())) > 12
     assert audit_run(tmp_path / "kept").exit_code == 0

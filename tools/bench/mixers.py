@@ -59,7 +59,7 @@ def note_s(batch: int) -> float:
     slots, losses = np.arange(batch, dtype=np.int64), np.ones(batch, dtype=np.float32)
     with tempfile.TemporaryDirectory() as folder:
         writer = LossWriter(
-            Path(folder), rank=0, plan="0" * 64, batch=batch, lanes=LANES, cell_size=max(1, batch // LANES)
+            Path(folder), rank=0, plan="0" * 64, batch=batch, cell_size=max(1, batch // LANES)
         )
         found = processor_time(lambda step: writer.write(step, slots, losses), 2000)
         writer.close()
