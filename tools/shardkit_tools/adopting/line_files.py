@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
-from shardkit.formats.block import sizes_of
 from shardkit.formats.line_blocks import LineName, LineRows, LineSettings
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.adopting.files import (
@@ -30,7 +29,7 @@ from shardkit_tools.adopting.files import (
 from shardkit_tools.importers.csv import UTF8, CsvImporter, delimiter_of
 from shardkit_tools.importers.json_lines import JsonLinesImporter
 from shardkit_tools.importers.line_importer import LineBlock, ParseLines, parse_pieces
-from shardkit_tools.importers.line_ranges import rows_to_infer, whole_lines
+from shardkit_tools.importers.line_ranges import line_starts, rows_to_infer, whole_lines
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_each
 
@@ -78,14 +77,22 @@ class LineFiles(AdoptableFiles):
 
 
 def _counter(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> ParseLines:
-    """Return a parser that leaves rows alone, as None, where lines are certainly rows that can be encoded."""
+    """Return a parser that does not parse where lines are certainly rows that can be encoded.
+
+    Its rows are then offsets, of int64: where each begins.
+    """
     parse = importer.parser(file)
 
     def count(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
-        rows = importer.plain_rows(data)
-        if rows is None:
-            return parse(data, name_of, is_last)
-        return LineRows(range(rows), [None] * rows, rows, len(data))
+        starts = importer.plain_rows(data)
+        if starts is not None:
+            return LineRows(range(len(starts)), starts, len(starts), len(data))
+        found = parse(data, name_of, is_last)
+        if isinstance(importer, JsonLinesImporter):
+            return found
+        return found._replace(
+            rows=line_starts(data, returns=True)[found.lines]
+        )  # parsed cells can be encoded
 
     return count
 
@@ -108,10 +115,9 @@ class _LineScan:
     rows: int = 0
     read_bytes: int = 0
     _data: bytes = b""  # rows that are in no block yet
-    # for each of them: where it begins, whether it can be read, its memory when it is decoded
+    # for each of them: where it begins, whether it can be read
     _starts: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _is_good: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
-    _memory: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _skipped: list[tuple[int, int]] = field(default_factory=list)  # of all blocks, see `LineSettings`
     _failures: list[str] = field(default_factory=list)
 
@@ -158,37 +164,27 @@ class _LineScan:
 
     def _hold(self, block: LineBlock) -> None:
         """Add rows to those that are in no block yet; the header of a table is the head of the file."""
-        data, starts = block.data, _starts(block, is_table=isinstance(self.importer, CsvImporter))
-        if block.numbers and block.numbers[0] == 0 and isinstance(self.importer, CsvImporter):
+        data, is_table, starts = block.data, isinstance(self.importer, CsvImporter), block.rows
+        if not (are_counted := isinstance(starts, np.ndarray)):
+            starts = line_starts(data, returns=is_table)[np.array(block.lines, np.int64) - block.first_line]
+        if is_table and block.numbers and block.numbers[0] == 0:
             size = int(starts[1]) if len(starts) > 1 else len(data)
             self._pass.add_head(data[:size])
             data, starts, block = data[size:], starts[1:] - size, block.part(1, None)
-        counted = not block.rows or block.rows[0] is None
-        is_good, memory = self._count(starts, len(data)) if counted else self._check(block)
+        is_good = np.ones(len(starts), np.bool_) if are_counted else self._check(block)
         self._starts = np.append(self._starts, starts + len(self._data))
-        self._is_good, self._memory = np.append(self._is_good, is_good), np.append(self._memory, memory)
+        self._is_good = np.append(self._is_good, is_good)
         self._data += data
         self.read_bytes += len(block.data)
         self.report(0, len(block.data))
 
-    def _count(self, starts: NDArray[np.int64], size: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Return which rows can be read, and about how much memory they take: a value takes what its text takes."""
-        return np.ones(len(starts), np.bool_), np.diff(starts, append=size) + _row_memory(
-            self.importer.schema
-        )
-
-    def _check(self, block: LineBlock) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Encode rows, note why some cannot be, and return which can be read, and the memory that they take."""
-        good, columns, bad = self.importer.encode(self.importer.samples(block))
+    def _check(self, block: LineBlock) -> NDArray[np.bool_]:
+        """Encode rows, note why some cannot be, and return which can be read."""
+        good, _, bad = self.importer.encode(self.importer.samples(block))
         self._failures += [str(bad[row]) for row in sorted(bad)]
-        is_good, memory = np.zeros(len(block.rows), np.bool_), np.zeros(len(block.rows), np.int64)
+        is_good = np.zeros(len(block.rows), np.bool_)
         is_good[good] = True
-        kinds = self.importer.schema.stored
-        memory[good] = sum(
-            sizes_of(column) + _OFFSET_BYTES * (kinds[name].item_bytes is None)
-            for name, column in columns.items()
-        )
-        return is_good, memory
+        return is_good
 
     def _first_rows(self) -> int:
         """Return the number of good rows that begin in the first `block_bytes`."""
@@ -202,24 +198,23 @@ class _LineScan:
             stops.append(int(good[-1]) + 1)
         offsets = [0, *self._starts[1:].tolist(), len(self._data)]
         for first, stop in pairwise([0, *stops]):
-            is_good, memory = self._is_good[first:stop], self._memory[first:stop]
-            self._add(self._data[offsets[first] : offsets[stop]], is_good, int(memory.sum()))
+            self._add(self._data[offsets[first] : offsets[stop]], self._is_good[first:stop])
         if stops:
             at = stops[-1]
             self._data, self._starts = self._data[offsets[at] :], self._starts[at:] - offsets[at]
-            self._is_good, self._memory = self._is_good[at:], self._memory[at:]
+            self._is_good = self._is_good[at:]
         self._check_size(self._data, int(self._is_good.sum()))
 
     def _check_size(self, data: bytes, rows: int) -> None:
         if rows > 1 and len(data) > MAX_UNEVEN * self.block_bytes:
             raise TooUnevenError
 
-    def _add(self, data: bytes, is_good: NDArray[np.bool_], memory: int) -> None:
-        """End a block."""
+    def _add(self, data: bytes, is_good: NDArray[np.bool_]) -> None:
+        """End a block; about its memory: a value takes what its text takes."""
         rows, number = int(is_good.sum()), len(self._found)
         self._check_size(data, rows)
         self._skipped += [(number, row) for row in np.flatnonzero(~is_good).tolist()]
-        self._found.add(f"block {number}", rows, memory)
+        self._found.add(f"block {number}", rows, len(data) + rows * _row_memory(self.importer.schema))
         self._pass.add(data, rows)
         self.rows += rows
         self.report(rows, 0)
@@ -231,13 +226,3 @@ def _row_memory(schema: Schema) -> int:
         (_OFFSET_BYTES if kind.item_bytes is None else kind.item_bytes) + kind.optional
         for kind in schema.values()
     )
-
-
-def _starts(block: LineBlock, *, is_table: bool) -> NDArray[np.int64]:
-    """Return where the first line of each row begins in the bytes of a block."""
-    octets = np.frombuffer(block.data, np.uint8)
-    ends = octets == ord("\n")
-    if is_table and b"\r" in block.data:  # by itself, it ends a line as well
-        ends |= (octets == ord("\r")) & (np.append(octets[1:], 0) != ord("\n"))
-    starts = np.append(0, np.flatnonzero(ends) + 1)
-    return starts[np.array(block.lines, np.int64) - block.first_line]

@@ -17,8 +17,11 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import SourceError, UsageError
 from shardkit.extras import shell_word
@@ -41,8 +44,14 @@ from shardkit_tools.importers.line_importer import (
     blocks_to_infer,
     parse_pieces,
 )
-from shardkit_tools.importers.line_ranges import READ_BYTES, are_plain_rows, cut_lines, read_pieces
-from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile
+from shardkit_tools.importers.line_ranges import (
+    READ_BYTES,
+    are_plain_rows,
+    cut_lines,
+    line_starts,
+    read_pieces,
+)
+from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceSchema
 from shardkit_tools.importers.source_files import (
     check_suffixes,
     file_suffix,
@@ -78,20 +87,83 @@ class CsvImporter(LineImporter):
     name: str = "csv"
     names: tuple[str, ...]
     """Names of all columns of the first file, including excluded ones."""
-    others: Mapping[str, tuple[str, ...]]
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The same for files whose columns are others, or in another order: file → names."""
     encoding: str
     quote: str
     """What encloses cells: '"', "none", or "maybe": the user must say so if a cell begins with a quote."""
 
     def pieces(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-        return _pieces(file, self.encoding, start, stop)
+        """Yield a file, or a range that starts and stops at line ends, in pieces of whole lines of UTF-8.
+
+        Bytes that are not text of the encoding are none of UTF-8 either.
+        """
+        if self.encoding == UTF8:
+            for number, piece in enumerate(read_pieces(file, start, stop)):
+                yield piece.removeprefix(BOM_UTF8) if not (number or start) else piece
+            return
+        line = 1
+        with open_plain(file) as stream:
+            if start:
+                stream.seek(start)
+            part = stream if stop is None else cast(BinaryIO, io.BytesIO(stream.read(stop - start)))
+            decoded = io.TextIOWrapper(part, encoding=self.encoding, newline="", errors=UNDECODED)
+            try:
+                while text := decoded.read(READ_BYTES):
+                    if not text.endswith("\n"):
+                        text += decoded.readline()
+                    line += text.count("\n")
+                    yield text.encode(errors=UNDECODED)
+            except UnicodeError as error:
+                raise SourceError(
+                    f"{file.path} near line {line}: not {self.encoding} ({error}); name another --encoding"
+                ) from error
+            finally:
+                decoded.detach()
 
     def parser(self, file: SourceFile) -> ParseLines:
-        return _parser(file, self.encoding, self.quote)
+        """Return the parser of the rows of a file, the header among them."""
+        delimiter = delimiter_of(file, self.encoding)
+
+        def parse(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
+            return csv_rows(data, delimiter, self.quote, name_of, encoding=self.encoding, is_last=is_last)
+
+        return parse
 
     def blocks(self, file: SourceFile, pieces: Iterable[bytes], first_line: int = 0) -> Iterator[LineBlock]:
-        return _blocks(file, pieces, self.encoding, self.quote, first_line)
+        row = first_line - 1  # the header is no row
+        for block in parse_pieces(file, pieces, self.parser(file), first_line):
+            found = block._replace(numbers=range(row, row + len(block.rows)))
+            row += len(block.rows)
+            yield found.part(1, None) if found.numbers and found.numbers[0] < 0 else found
+
+    def header(self, file: SourceFile) -> dict[str, None]:
+        """Return the names of the columns of a file, in order."""
+        if not file.size:
+            raise SourceError(f"{file.path}: an empty file; write it again, or leave it out: --on-error skip")
+        lines = (line for piece in self.pieces(file) for line in piece.splitlines(keepends=True))
+        block = next(parse_pieces(file, lines, self.parser(file)), None)
+        header: list[str] | SourceError = block.rows[0] if block is not None and block.rows else []
+        if isinstance(header, SourceError):
+            raise header
+        if "\0" in "".join(header):
+            raise SourceError(
+                f"{file.path}: its header holds NUL characters; if it is UTF-16: --encoding utf-16-le"
+            )
+        if "".join(header).startswith("sep="):
+            raise SourceError(
+                f"{file.path} line 1: 'sep=' is a setting of Excel, not a header; delete the line"
+            )
+        if len(header) > 1 and not header[0]:
+            header[0] = _INDEX  # as pandas writes an index without a name
+        if not header or not all(header):
+            raise SourceError(
+                f"{file.path}: no header, or a column without a name; the first line must name the columns"
+            )
+        if len(set(header)) != len(header):
+            twice = next(name for name in header if header.count(name) > 1)
+            raise SourceError(f"{file.path}: two columns are called {twice!r}; rename one")
+        return dict.fromkeys(header)
 
     def samples(self, block: LineBlock) -> LineBlock:
         types = {name: cell_type(kind) for name, kind in self.fields.items()}  # without excluded columns
@@ -102,11 +174,9 @@ class CsvImporter(LineImporter):
             rows = [row if isinstance(row, SourceError) else row | lacking for row in rows]
         return block._replace(rows=rows)
 
-    def plain_rows(self, lines: bytes) -> int | None:
-        """Return the number of lines if each is certainly a row; otherwise None."""
-        if not are_plain_rows(self.quote, lines):
-            return None
-        return lines.count(b"\n") + (not lines.endswith(b"\n"))
+    def plain_rows(self, lines: bytes) -> NDArray[np.int64] | None:
+        """Return where lines begin if each is certainly a row; otherwise None."""
+        return line_starts(lines) if are_plain_rows(self.quote, lines) else None
 
     def names_of(self, file: SourceFile) -> tuple[str, ...]:
         """Return the names of all columns of a file."""
@@ -122,7 +192,11 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     check_suffixes(source, ("csv", "tsv"), "a CSV file")
     encoding = _encoding(source, options)
     quote = options.quote or ("maybe" if file_suffix(source.files[0].name) == "tsv" else '"')
-    source, headers = open_each(source, options, lambda file: _header(file, encoding, quote))
+    opened = CsvImporter(
+        source=source, options=options, fields=SourceSchema({}), names=(), encoding=encoding, quote=quote
+    )
+    source, headers = open_each(source, options, opened.header)
+    opened = replace(opened, source=source)
     first = headers[0]
     for file, header in zip(source.files, headers, strict=True):
         if first.keys().isdisjoint(header):  # such as a part of a table without a header
@@ -130,7 +204,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
                 f"{file.path}: its header ({', '.join(header)[:80]}) has no column of {source.files[0].name} "
                 f"({', '.join(first)[:80]}); write a header into each file, or build the tables one by one"
             )
-    types = _infer(source, headers, encoding, quote, options)
+    types = _infer(opened, headers)
     numbers = [name for name, kind in types.items() if _NUMBER.match(name) and kind in ("int64", "float64")]
     if numbers and numbers != [str(column) for column in range(len(numbers))]:  # the names of pandas
         source.notes.append(
@@ -143,18 +217,15 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     # line ends are the byte 10, which does not hold for UTF-16
     is_cut = b"\n".decode(encoding, "replace") == "\n"
     whole = () if is_cut else [file.name for file in source.files]
-    return CsvImporter(
-        source=source,
+    return replace(
+        opened,
         fields=options.schema(types, source.given),
-        options=options,
         names=tuple(first),
         others={
             file.name: tuple(header)
             for file, header in zip(source.files, headers, strict=True)
             if list(header) != list(first)
         },
-        encoding=encoding,
-        quote=quote,
         cut=cut_lines(source.files, whole, is_plain=functools.partial(are_plain_rows, quote)),
     )
 
@@ -176,14 +247,14 @@ def _encoding(source: Source, options: ImportOptions) -> str:
     return UTF8
 
 
-def _infer(
-    source: Source, headers: Sequence[dict[str, None]], encoding: str, quote: str, options: ImportOptions
-) -> dict[str, str]:
+def _infer(importer: CsvImporter, headers: Sequence[dict[str, None]]) -> dict[str, str]:
+    """Return the types of the columns of all files, and note what may surprise."""
+    source, options = importer.source, importer.options
     columns = {name: _Column() for header in headers for name in header}
     names_of = {file.name: list(header) for file, header in zip(source.files, headers, strict=True)}
 
     def blocks_of(file: SourceFile) -> Iterator[LineBlock]:
-        return _blocks(file, _pieces(file, encoding), encoding, quote)
+        return importer.blocks(file, importer.pieces(file))
 
     seen = 0
     for block in blocks_to_infer(source, blocks_of, _SCAN_ROWS, skip=options.skip_bad_rows):
@@ -271,82 +342,6 @@ def _value_or_cell(cell: str, kind: str, name: str, where: str) -> object:
         return cell_value(cell, kind, name, where)
     except SourceError:
         return cell or None
-
-
-def _header(file: SourceFile, encoding: str, quote: str) -> dict[str, None]:
-    """Return the names of the columns of a file, in order."""
-    if not file.size:
-        raise SourceError(f"{file.path}: an empty file; write it again, or leave it out: --on-error skip")
-    lines = (line for piece in _pieces(file, encoding) for line in piece.splitlines(keepends=True))
-    block = next(parse_pieces(file, lines, _parser(file, encoding, quote)), None)
-    header: list[str] | SourceError = block.rows[0] if block is not None and block.rows else []
-    if isinstance(header, SourceError):
-        raise header
-    if "\0" in "".join(header):
-        raise SourceError(
-            f"{file.path}: its header holds NUL characters; if it is UTF-16: --encoding utf-16-le"
-        )
-    if "".join(header).startswith("sep="):
-        raise SourceError(f"{file.path} line 1: 'sep=' is a setting of Excel, not a header; delete the line")
-    if len(header) > 1 and not header[0]:
-        header[0] = _INDEX  # as pandas writes an index without a name
-    if not header or not all(header):
-        raise SourceError(
-            f"{file.path}: no header, or a column without a name; the first line must name the columns"
-        )
-    if len(set(header)) != len(header):
-        twice = next(name for name in header if header.count(name) > 1)
-        raise SourceError(f"{file.path}: two columns are called {twice!r}; rename one")
-    return dict.fromkeys(header)
-
-
-def _pieces(file: SourceFile, encoding: str, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-    """Yield a file, or a range that starts and stops at line ends, in pieces of whole lines of UTF-8.
-
-    Bytes that are not text of the encoding are none of UTF-8 either.
-    """
-    if encoding == UTF8:
-        for number, piece in enumerate(read_pieces(file, start, stop)):
-            yield piece.removeprefix(BOM_UTF8) if not (number or start) else piece
-        return
-    line = 1
-    with open_plain(file) as stream:
-        if start:
-            stream.seek(start)
-        part = stream if stop is None else cast(BinaryIO, io.BytesIO(stream.read(stop - start)))
-        decoded = io.TextIOWrapper(part, encoding=encoding, newline="", errors=UNDECODED)
-        try:
-            while text := decoded.read(READ_BYTES):
-                if not text.endswith("\n"):
-                    text += decoded.readline()
-                line += text.count("\n")
-                yield text.encode(errors=UNDECODED)
-        except UnicodeError as error:
-            raise SourceError(
-                f"{file.path} near line {line}: not {encoding} ({error}); name another --encoding"
-            ) from error
-        finally:
-            decoded.detach()
-
-
-def _blocks(
-    file: SourceFile, pieces: Iterable[bytes], encoding: str, quote: str, first_line: int = 0
-) -> Iterator[LineBlock]:
-    """Yield the rows below the header, as cells, of pieces that begin after `first_line` lines of a file."""
-    row = first_line - 1  # the header is no row
-    for block in parse_pieces(file, pieces, _parser(file, encoding, quote), first_line):
-        found = block._replace(numbers=range(row, row + len(block.rows)))
-        row += len(block.rows)
-        yield found.part(1, None) if found.numbers and found.numbers[0] < 0 else found
-
-
-def _parser(file: SourceFile, encoding: str, quote: str) -> ParseLines:
-    delimiter = delimiter_of(file, encoding)
-
-    def parse(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
-        return csv_rows(data, delimiter, quote, name_of, encoding=encoding, is_last=is_last)
-
-    return parse
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, ClassVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.extras import shell_word
@@ -29,7 +30,7 @@ from shardkit_tools.importers.line_importer import (
     blocks_to_infer,
     parse_pieces,
 )
-from shardkit_tools.importers.line_ranges import cut_lines, read_pieces
+from shardkit_tools.importers.line_ranges import cut_lines, line_starts, read_pieces
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, array_note
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 
@@ -54,19 +55,21 @@ class JsonLinesImporter(LineImporter):
     def parser(self, file: SourceFile) -> ParseLines:
         return json_rows
 
-    def plain_rows(self, lines: bytes) -> int | None:
-        """Return the number of lines if each is a row that can be encoded, as the types hold it; otherwise None."""
-        octets = np.frombuffer(lines, np.uint8)
-        ends = np.flatnonzero(octets == ord("\n"))
-        starts = np.append(0, ends[: len(ends) - lines.endswith(b"\n")] + 1)
+    def plain_rows(self, lines: bytes) -> NDArray[np.int64] | None:
+        """Return where lines begin if each is a row that can be encoded, as the types hold it; otherwise None."""
+        octets, starts = np.frombuffer(lines, np.uint8), line_starts(lines)
         if (octets[starts] != ord("{")).any() or (b"\\" in lines and _HALF_CHARACTER.search(lines)):
             return None
-        opened = (octets == ord("{")) | (octets == ord("["))
-        if np.count_nonzero(opened) > len(starts) + MAX_JSON_DEPTH:  # a line may nest too deeply
-            in_lines = np.diff(np.searchsorted(np.flatnonzero(opened), np.append(starts, len(lines))))
+        opened = np.count_nonzero(octets == ord("{")) + np.count_nonzero(octets == ord("["))
+        if opened > len(starts) + MAX_JSON_DEPTH:  # a line may nest too deeply
+            in_lines = np.diff(
+                np.searchsorted(
+                    np.flatnonzero((octets == ord("{")) | (octets == ord("["))), np.append(starts, len(lines))
+                )
+            )
             if (in_lines > MAX_JSON_DEPTH).any():
                 return None
-        return len(starts)
+        return starts
 
     def blocks(self, file: SourceFile, pieces: Iterable[bytes], first_line: int = 0) -> Iterator[LineBlock]:
         return _blocks(file, None if file.name in self.arrays else pieces, self.options, set(), first_line)

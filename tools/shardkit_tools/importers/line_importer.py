@@ -41,7 +41,9 @@ class LineBlock(NamedTuple):
     data: bytes  # empty if they are items of an array
     first_line: int  # number of lines before them
     lines: Sequence[int]  # number in the file of the first line of each row
-    rows: list[Any]  # object of JSON or cells of CSV of each row, or the error that says why there is none
+    rows: (
+        Any  # sequence: object of JSON or cells of CSV of each row, or the error that says why there is none
+    )
     numbers: Sequence[int]  # number of each row in the file, for its origin
     unit: str = "line"
 

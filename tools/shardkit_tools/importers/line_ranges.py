@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import BinaryIO, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardkit.errors import SourceError
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import (
@@ -101,6 +104,16 @@ def whole_lines(stream: BinaryIO, path: str, size: int | None = None) -> Iterato
             yield piece
     if damage is not None:
         raise damage
+
+
+def line_starts(lines: bytes, *, returns: bool = False) -> NDArray[np.int64]:
+    """Return where each line begins; with `returns`, a carriage return by itself ends a line, too."""
+    octets = np.frombuffer(lines, np.uint8)
+    ends = octets == ord("\n")
+    if returns and b"\r" in lines:
+        ends |= (octets == ord("\r")) & (np.append(octets[1:], 0) != ord("\n"))
+    ends[-1] = False  # no line begins after the last
+    return np.append(0, np.flatnonzero(ends) + 1)
 
 
 def before_damage(rows: Iterator[_Row], *, skip: bool) -> Iterator[_Row]:
