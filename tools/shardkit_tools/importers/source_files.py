@@ -6,7 +6,6 @@ Only regular files are opened, and every error names the file.
 from __future__ import annotations
 
 import bz2
-import gzip
 import io
 import lzma
 import os
@@ -25,6 +24,7 @@ from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile,
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
 _AT_ONCE = 16 << 10  # bytes to decompress in one call: damage loses those of its call
+_GZIP = 16 + zlib.MAX_WBITS  # a frame has the header and the checksum of gzip
 _FRAME_PIECE = 4 << 10  # decompresses to about 128 MiB at most
 _TASK_BYTES = 64 << 20
 _TASK_FILES = 4096
@@ -268,17 +268,8 @@ def open_plain(file: SourceFile) -> BinaryIO:
 
 
 def open_packed(packed: BinaryIO, kind: str, path: str) -> BinaryIO:
-    """Open a compressed stream of kind ``zst``, ``xz``, ``bz2`` or ``gz``; not seekable."""
-    reader: gzip.GzipFile | _Frames
-    if kind == "zst":
-        reader = _Frames(packed, new_decompressor)
-    elif kind == "xz":  # zeros are allowed between its streams
-        reader = _Frames(packed, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY), b"\0")
-    elif kind == "bz2":
-        reader = _Frames(packed, bz2.BZ2Decompressor)
-    else:
-        reader = gzip.GzipFile(fileobj=packed)
-    return cast(BinaryIO, io.BufferedReader(_GuardedStream(reader, packed, path), 1 << 18))
+    """Open a compressed stream of kind ``zst``, ``xz``, ``bz2``, ``gz`` or ``tgz``; not seekable."""
+    return cast(BinaryIO, io.BufferedReader(_Decompressed(packed, kind, path), 1 << 18))
 
 
 class _Sized(Protocol):
@@ -312,59 +303,58 @@ def group_files(files: Iterable[SourceFile]) -> list[SourceTask]:
     ]
 
 
-class _GuardedStream(io.RawIOBase):
-    """A decompressor whose errors name the file."""
+_DECOMPRESSORS: dict[str, tuple[Callable[[], Any], bytes]] = {
+    "zst": (new_decompressor, b""),
+    "xz": (lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY), b"\0"),
+    "bz2": (bz2.BZ2Decompressor, b""),
+    "gz": (lambda: zlib.decompressobj(_GZIP), b"\0"),
+}
+_DECOMPRESSORS["tgz"] = _DECOMPRESSORS["gz"]
+"""Kind → decompressor of one frame, and bytes that may be between frames."""
 
-    def __init__(self, inner: gzip.GzipFile | _Frames, packed: BinaryIO, path: str) -> None:
-        self._inner, self._packed, self._path = inner, packed, path
+
+class _Decompressed(io.RawIOBase):
+    """The content of concatenated compressed frames, read in bounded memory; errors name the file.
+
+    The file must not end inside a frame. The stream reader of zstd treats such an end as the end of the data, and
+    `lzma.LZMAFile` allocates any memory that a file asks for.
+    """
+
+    def __init__(self, packed: BinaryIO, kind: str, path: str) -> None:
+        self._packed, self._path = packed, path
+        self._new, self._padding = _DECOMPRESSORS[kind]
+        self._decoder: Any = None  # None between frames
+        self._rest = b""
+        self._made = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         try:
-            data = self._inner.read(min(len(buffer), _AT_ONCE))
+            while not self._made and (piece := self._rest or self._packed.read(_FRAME_PIECE)):
+                self._decompress(piece)
+            if not self._made and self._decoder is not None:
+                raise EOFError("the file ends before its last frame does")
         except (OSError, EOFError, zlib.error, ZstdError, lzma.LZMAError) as error:
             raise SourceError(
                 f"{self._path}: cannot be decompressed ({error}); fetch or write it again"
             ) from error
-        buffer[: len(data)] = data
-        return len(data)
+        size = min(len(buffer), len(self._made))
+        buffer[:size], self._made = self._made[:size], self._made[size:]
+        return size
+
+    def _decompress(self, piece: bytes) -> None:
+        self._rest = b""
+        if self._decoder is None:
+            piece = piece.lstrip(self._padding)
+            if not piece:
+                return
+            self._decoder = self._new()
+        self._made = memoryview(self._decoder.decompress(piece))
+        if self._decoder.eof:
+            self._rest, self._decoder = self._decoder.unused_data, None
 
     def close(self) -> None:
-        self._packed.close()  # decompressors do not close the file that they read
+        self._packed.close()
         super().close()
-
-
-class _Frames:
-    """Concatenated compressed frames, read in bounded memory; the file must not end inside a frame.
-
-    The stream reader of zstd treats such an end as the end of the data, and `lzma.LZMAFile` allocates any
-    memory that a file asks for.
-    """
-
-    def __init__(self, packed: BinaryIO, new: Callable[[], Any], padding: bytes = b"") -> None:
-        self._packed, self._new, self._padding = packed, new, padding
-        self._decoder: Any = None  # None between frames
-        self._rest = b""
-        self._made = memoryview(b"")
-
-    def read(self, size: int) -> bytes | memoryview:
-        """Return up to ``size`` bytes, or none at the end."""
-        while not self._made:
-            piece = self._rest or self._packed.read(_FRAME_PIECE)
-            if not piece:
-                if self._decoder is not None:
-                    raise EOFError("the file ends before its last frame does")
-                return b""
-            self._rest = b""
-            if self._decoder is None:
-                piece = piece.lstrip(self._padding)
-                if not piece:
-                    continue
-                self._decoder = self._new()
-            self._made = memoryview(self._decoder.decompress(piece))
-            if self._decoder.eof:
-                self._rest, self._decoder = self._decoder.unused_data, None
-        data, self._made = self._made[:size], self._made[size:]
-        return data
