@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, BinaryIO, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,6 +180,13 @@ def stat_source(file: SourceFile) -> ObjectStat:
 # ---- A pass over a file
 
 
+class _Block(NamedTuple):
+    size: int
+    rows: int
+    spans: Sequence[Span]  # its ranges
+    digests: dict[Span, Digests]  # of the block and its ranges
+
+
 @dataclass
 class ScannedBlocks:
     """Sizes and checksums of head, blocks and tail of a file, collected while it is read; close it.
@@ -193,10 +200,7 @@ class ScannedBlocks:
     _head: Any = field(default_factory=hashlib.sha256)
     _whole: Any = field(default_factory=hashlib.sha256)
     _tail: Any = field(default_factory=hashlib.sha256)
-    _sizes: list[int] = field(default_factory=list)  # bytes of each block
-    _spans: list[Sequence[Span]] = field(default_factory=list)  # ranges of each block
-    _digests: list[dict[Span, Digests]] = field(default_factory=list)  # of each block and its ranges
-    _starts: list[int] = field(default_factory=lambda: [0])
+    _blocks: list[_Block] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._threads = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="shardkit-digest")
@@ -231,26 +235,19 @@ class ScannedBlocks:
     def add(self, data: bytes, rows: int, spans: Sequence[Span] = ()) -> None:
         """Add the next block, which holds `rows` rows; `spans` are the (start, stop) of its ranges, if it has any."""
         self._add_part(data)
-        digests = self._add_block(len(data), rows, spans)
+        self._blocks.append(_Block(len(data), rows, spans, {}))
         stops: dict[int, set[int]] = {0: {len(data)}}
         for start, stop in spans:
             stops.setdefault(start, set()).add(stop)
         for start, found in stops.items():
-            self._start(max(found) - start, _hash_spans, data, start, sorted(found), digests)
+            self._start(max(found) - start, _hash_spans, data, start, sorted(found), self._blocks[-1].digests)
 
     def add_small(self, data: bytes, sizes: Sequence[int], rows: Sequence[int]) -> None:
         """Add the next blocks, given their bytes, one after the other, and the size and rows of each."""
         self._add_part(data)
-        digests = [self._add_block(size, count, ()) for size, count in zip(sizes, rows, strict=True)]
-        self._start(len(data), _hash_blocks, data, sizes, digests)
-
-    def _add_block(self, size: int, rows: int, spans: Sequence[Span]) -> dict[Span, Digests]:
-        """Describe the next block, and return where its digests are kept."""
-        self._sizes.append(size)
-        self._starts.append(self._starts[-1] + rows)
-        self._spans.append(spans)
-        self._digests.append({})
-        return self._digests[-1]
+        blocks = [_Block(size, count, (), {}) for size, count in zip(sizes, rows, strict=True)]
+        self._blocks += blocks
+        self._start(len(data), _hash_blocks, data, blocks)
 
     def add_tail(self, data: bytes) -> None:
         """Add bytes after the last block."""
@@ -267,28 +264,29 @@ class ScannedBlocks:
     def columns(self) -> dict[str, Any]:
         """Return the values of `ShardIndex` that describe blocks, their ranges, head and tail."""
         self._wait()
-        sizes = np.array(self._sizes, np.uint64)
-        blocks = [found[0, size] for found, size in zip(self._digests, self._sizes, strict=True)]
+        sizes = np.array([block.size for block in self._blocks], np.uint64)
+        starts = np.cumsum([0, *(block.rows for block in self._blocks)])
+        digests = [block.digests[0, block.size] for block in self._blocks]
         return {
-            "rows": self._starts[-1],
+            "rows": int(starts[-1]),
             "head_size": self.head_size,
             "head_sha256": self._head.hexdigest(),
             "tail_sha256": self._tail.hexdigest(),
             "block_offset": np.uint64(self.head_size) + np.cumsum(sizes) - sizes,
             "block_size": sizes,
             "block_raw_size": sizes,
-            "block_start": np.array(self._starts, np.int64),
-            **_digest_columns("block", (len(sizes),), blocks),
+            "block_start": starts,
+            **_digest_columns("block", (len(sizes),), digests),
             **self._range_columns(),
         }
 
     def _range_columns(self) -> dict[str, Any]:
-        if not any(self._spans):
+        if not any(block.spans for block in self._blocks):
             return {}
-        table = np.array(self._spans, np.uint64)  # (blocks, fields, start and stop)
-        ranges = [
-            found[span] for found, spans in zip(self._digests, self._spans, strict=True) for span in spans
-        ]
+        table = np.array(
+            [block.spans for block in self._blocks], np.uint64
+        )  # (blocks, fields, start and stop)
+        ranges = [block.digests[span] for block in self._blocks for span in block.spans]
         return {
             "range_offset": table[:, :, 0].copy(),
             "range_size": table[:, :, 1] - table[:, :, 0],
@@ -347,7 +345,7 @@ class FilePass(ScannedBlocks):
             columns: other values of `ShardIndex`.
         """
         self.check()
-        keys = NumberedKeys(self.task.first_ordinal, self._starts[-1])
+        keys = NumberedKeys(self.task.first_ordinal, sum(block.rows for block in self._blocks))
         facts: dict[str, Any] = {"format": "rows", "compression": "none", "schema": schema} | self.columns()
         facts |= {"block_rows": block_rows, "shard_size": self.size, "key_texts": keys} | columns
         index = ShardIndex(**facts)
@@ -377,10 +375,11 @@ def _hash_spans(
         found[start, stop] = xxh3(view[start:stop]), strong.digest()
 
 
-def _hash_blocks(data: bytes, sizes: Sequence[int], found: Sequence[dict[Span, Digests]]) -> None:
-    view, stops = memoryview(data), list(accumulate(sizes))
-    for stop, size, digests in zip(stops, sizes, found, strict=True):
-        _hash_spans(view[stop - size : stop], 0, [size], digests)
+def _hash_blocks(data: bytes, blocks: Sequence[_Block]) -> None:
+    view, start = memoryview(data), 0
+    for block in blocks:
+        _hash_spans(view[start : start + block.size], 0, [block.size], block.digests)
+        start += block.size
 
 
 def _digest_columns(name: str, shape: tuple[int, ...], digests: Sequence[Digests]) -> dict[str, Any]:
