@@ -400,15 +400,21 @@ def _as_sequence(value: object, kind: FieldType) -> Sequence[object]:
     raise Unfit(f"expected a list of {kind.items}")
 
 
+def _array_of(value: object) -> np.ndarray[Any, Any]:
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise Unfit("some of its items are masked, and their values would be stored; fill them first")
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise Unfit(f"no array can be made of it ({error})") from None
+
+
 def _encode_numbers(kind: FieldType, value: object) -> bytes:
     items = kind.items or kind
     dtype, shape = items.numpy_dtype, items.shape
     if kind.kind == "scalar" and (scalar := encode_number(dtype, value)) is not None:
         return scalar
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise Unfit(f"no array can be made of it ({error})") from None
+    array = _array_of(value)
     if kind.kind == "varying":
         expected = f"that of {kind.required}, where * is of any size"
         if array.size == 0 and array.ndim < len(shape):  # empty nested lists have no inner shape

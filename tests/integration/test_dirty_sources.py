@@ -279,6 +279,14 @@ def test_a_bad_sample_of_a_tar_is_lost_alone(way: Way, dirt: list[tuple[str, byt
     assert said.count("a.tar") == 1
 
 
+def test_arrays_without_items_have_a_free_size(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_of([("0.npy", npy_of(np.zeros((0, 4), np.float32)))]))
+    np.save(tmp_path / "b.npy", np.zeros((3, 0)))
+    rows, _ = built(tmp_path / "a.tar", tmp_path / "a")
+    assert rows[0]["array"].shape == (0, 4)
+    assert len(built(tmp_path / "b.npy", tmp_path / "b")[0]) == 3
+
+
 # ---- Tables of text
 
 

@@ -184,6 +184,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("float16", 1e6),
     ("float32", 1e300),
     ("float32", 2**24 + 1),
+    ("int64[2]", np.ma.array([1, 2], mask=[False, True])),
     ("float64", 2**63 - 1),
     ("float64", 1j),
     ("float64", np.longdouble(1)),

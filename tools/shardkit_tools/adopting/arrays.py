@@ -126,6 +126,8 @@ def _check_array(array: ArrayFile, kind: FieldType) -> None:
     if head.columns_first or np.dtype(head.dtype).str[0] == ">":
         how = "column by column (Fortran order)" if head.columns_first else "big-endian"
         raise SourceError(f"{where}: stored {how}; {BUILD_INSTEAD}")
+    if not head.row_bytes:
+        raise SourceError(f"{where}: empty arrays; {BUILD_INSTEAD}")
     if str(kind) != head.row_type:
         raise UsageError(
             f"--schema {array.field}={kind}: adopted rows keep their type, {head.row_type}; {BUILD_INSTEAD}"

@@ -82,9 +82,9 @@ class ArrayHeader:
 
 
 def array_type(dtype: np.dtype[np.generic], shape: Sequence[int]) -> str:
-    """Return the field type of an array, in native spelling (`>i4` and `<i4` are both int32)."""
+    """Return the field type of an array, in native spelling (`>i4` and `<i4` are both int32); a size of 0 is free."""
     name = dtype.newbyteorder("=").name
-    return f"{name}[{','.join(map(str, shape))}]" if shape else name
+    return f"{name}[{','.join(str(size or '*') for size in shape)}]" if shape else name
 
 
 @dataclass(frozen=True)
