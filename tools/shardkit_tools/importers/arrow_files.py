@@ -57,14 +57,8 @@ class ArrowImporter(TableImporter):
     name: str = "arrow"
 
     def _batches(self, task: SourceTask) -> Batches:
-        row, skip = task.first_row, self.options.skip_bad_rows
-        for found in _record_batches(task.files[0], task.start, task.stop, skip=skip):
-            if isinstance(found, LostBatch):
-                yield SourceError(f"{found.error}; rows {row} to {row + found.rows - 1} are lost")
-                row += found.rows
-                continue
-            yield found, row
-            row += found.num_rows
+        skip = self.options.skip_bad_rows
+        return _record_batches(task.files[0], task.start, task.stop, task.first_row, skip=skip)
 
 
 def open_arrow(source: Source, options: ImportOptions) -> ArrowImporter:
@@ -156,9 +150,10 @@ def _first_batches(source: Source, *, skip: bool) -> Iterator[Any]:
     """Yield the batches that types are inferred from; with `skip`, without those that cannot be read."""
     rows = size = 0
     for file in source.files:
-        for batch in before_damage(_record_batches(file, skip=skip), skip=skip):
-            if isinstance(batch, LostBatch):
+        for found in before_damage(_record_batches(file, skip=skip), skip=skip):
+            if isinstance(found, SourceError):
                 continue
+            batch, _ = found
             yield batch
             rows, size = rows + batch.num_rows, size + batch.nbytes
             if rows >= _SCAN_ROWS or size >= TASK_BYTES:
@@ -244,22 +239,15 @@ def open_ipc(file: SourceFile) -> Iterator[Any]:
             yield reader
 
 
-class LostBatch(NamedTuple):
-    """A record batch that cannot be read, although later ones can."""
-
-    error: SourceError
-    rows: int
-
-
 def _record_batches(
-    file: SourceFile, start: int = 0, stop: int | None = None, *, skip: bool = False
-) -> Iterator[Any]:
-    """Yield record batches; with `skip`, a `LostBatch` for one whose header is intact but not its data."""
+    file: SourceFile, start: int = 0, stop: int | None = None, first_row: int = 0, *, skip: bool
+) -> Batches:
+    """Yield record batches; with `skip`, an error in place of one whose header is intact but not its data."""
     with open_ipc(file) as reader:
         count = getattr(reader, "num_record_batches", None)
         if count is not None and stop is not None:
             count = min(count, stop)
-        number = start
+        number, row = start, first_row
         heads: list[Message] | None = None  # read at the first damage
         while count is None or number < count:
             try:
@@ -268,13 +256,15 @@ def _record_batches(
                 return
             # MemoryError: a damaged length may ask for any amount
             except (pa.ArrowException, OSError, MemoryError) as error:
-                failure = SourceError(
-                    f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
-                )
+                why = f"{file.path}: record batch {number} cannot be read ({error}); fetch or write it again"
                 if heads is None:
                     heads = _list_batches(file) if skip and count is not None else []
                 if number >= len(heads):
-                    raise failure from error
-                batch = LostBatch(failure, heads[number].head.rows)
-            yield batch
+                    raise SourceError(why) from error
+                stop_row = row + heads[number].head.rows
+                yield SourceError(f"{why}; rows {row} to {stop_row - 1} are lost")
+                row = stop_row
+            else:
+                yield batch, row
+                row += batch.num_rows
             number += 1

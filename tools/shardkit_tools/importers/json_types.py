@@ -9,7 +9,7 @@ Two of these types in one field are an error that names both rows: the user deci
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType, NoneType
 from typing import Any
@@ -154,7 +154,7 @@ class TypeInference:
 
     def _add_plain(self, rows: Sequence[Any]) -> bool:
         """Count rows that have nothing new; return False if some may have."""
-        if not _are_objects(rows) or not self._valued.keys() >= set().union(*rows):
+        if not set(map(type, rows)) <= {dict} or not self._valued.keys() >= set().union(*rows):
             return False
         counts = {}
         for name in self._valued:
@@ -207,93 +207,69 @@ class TypeInference:
 
 
 def check_rows(
-    rows: Sequence[Any], types: Mapping[str, str], given: Mapping[str, str], name_of: Callable[[int], str]
+    rows: Sequence[Any], types: Mapping[str, str], given: Collection[str], name_of: Callable[[int], str]
 ) -> list[Any]:
     """Return rows of JSON objects, each that does not have the inferred types replaced by an error."""
-    if _are_plain(rows, types, given):
-        return list(rows)
-    checked: list[Any] = []
-    for number, row in enumerate(rows):
-        try:
-            if not isinstance(row, ShardkitError):
-                _check_row(row, types, given, name_of(number))
-            checked.append(row)
-        except SourceError as error:
-            checked.append(error)
+    checked, objects = list(rows), [{} if isinstance(row, ShardkitError) else row for row in rows]
+
+    def refuse(row: int, why: str) -> None:
+        if checked[row] is objects[row]:  # otherwise it is an error already
+            checked[row] = SourceError(f"{name_of(row)}: {why}")
+
+    for name, kind in types.items():
+        values = [row.get(name, ...) for row in objects]
+        for row, why in _misfits(name, kind, values, is_given=name in given):
+            refuse(row, why)
+    if not types.keys() >= set().union(*objects):
+        for row, one in enumerate(objects):
+            added = next((name for name in one if name not in types), None)
+            if added is not None:
+                refuse(
+                    row,
+                    f"has the field {added!r}, which no row has that types were inferred from (the first {SCAN_ROWS}); "
+                    f"say its type, such as --schema {shell_word(added)}=str?, or leave it out: --drop "
+                    f"{shell_word(added)}",
+                )
     return checked
 
 
-def _are_objects(rows: Sequence[Any]) -> bool:
-    return set(map(type, rows)) <= {dict}
+def _misfits(name: str, kind: str, values: Sequence[Any], *, is_given: bool) -> Iterator[tuple[int, str]]:
+    """Yield (row, reason) of the values that a field does not have; a missing one is an ellipsis.
 
-
-def _are_plain(rows: Sequence[Any], types: Mapping[str, str], given: Collection[str]) -> bool:
-    """Return True if rows certainly have the inferred types; False means that each must be checked."""
-    if not _are_objects(rows) or not types.keys() >= set().union(*rows):
-        return False
-    for name, kind in types.items():
-        values = [row.get(name, ...) for row in rows]
-        found = set(map(type, values))
-        if kind.endswith("?"):
-            found -= {NoneType, EllipsisType}
-        if name in given:
-            if EllipsisType in found:
-                return False
-            continue
-        plain = kind.removesuffix("?")
-        if not found <= _TYPES[plain]:
-            return False
-        if int in found and plain in ("float64", "uint64"):
-            low = 0 if plain == "uint64" else -_EXACT
-            high = _MAX_UINT64 if plain == "uint64" else _EXACT
-            if not all(low <= value <= high for value in values if type(value) is int):
-                return False
-    return True
-
-
-def _check_row(
-    row: Mapping[str, object], types: Mapping[str, str], given: Mapping[str, str], where: str
-) -> None:
-    """Check a row against the inferred types."""
-    if row.keys() != types.keys():
-        _check_fields(row, types, where)
-    for name, value in row.items():
-        kind = types[name]
-        if name in given or (value is None and kind.endswith("?")):
-            continue
-        plain = kind.removesuffix("?")
-        if _KINDS.get(type(value)) == plain:
-            continue
-        if type(value) is int and (
-            (plain == "uint64" and 0 <= value <= _MAX_UINT64) or (plain == "float64" and _is_exact(value))
-        ):
-            continue
-        if value is None:
-            raise SourceError(f"{where}: field {name!r} is null, {_unseen(name, kind)}")
-        raise SourceError(
-            f"{where}: field {name!r} is {_short(value)}, but {kind} was inferred from the rows before it; "
-            f"mend the row, or pass --schema {shell_word(name)}={'float64' if isinstance(value, float) else 'json'}"
-        )
-
-
-def _check_fields(row: Mapping[str, object], types: Mapping[str, str], where: str) -> None:
-    for name, kind in types.items():
-        if name not in row and not kind.endswith("?"):
-            raise SourceError(f"{where}: the field {name!r} is missing, {_unseen(name, kind)}")
-    added = next((name for name in row if name not in types), None)
-    if added is not None:
-        raise SourceError(
-            f"{where}: has the field {added!r}, which no row has that types were inferred from (the first "
-            f"{SCAN_ROWS}); say its type, such as --schema {shell_word(added)}=str?, or leave it out: "
-            f"--drop {shell_word(added)}"
-        )
-
-
-def _unseen(name: str, kind: str) -> str:
-    return (
+    Values of a type that the user gives are encoded later, so that they need only be there.
+    """
+    plain = kind.removesuffix("?")
+    absent = {NoneType, EllipsisType} if kind.endswith("?") else set()
+    types = set(map(type, values)) - absent
+    may_be_inexact = int in types and plain in ("float64", "uint64")
+    if EllipsisType not in types and (is_given or (types <= _TYPES[plain] and not may_be_inexact)):
+        return
+    word = shell_word(name)
+    unseen = (
         f"and {kind} was inferred from the rows before it; give it a value, leave the row out, or pass --schema "
-        f"{shell_word(name)}={kind}?"
+        f"{word}={kind}?"
     )
+    for row, value in enumerate(values):
+        if type(value) in absent:
+            continue
+        if value is ...:
+            yield row, f"the field {name!r} is missing, {unseen}"
+        elif is_given or (type(value) in _TYPES[plain] and _holds(plain, value)):
+            continue
+        elif value is None:
+            yield row, f"field {name!r} is null, {unseen}"
+        else:
+            better = "float64" if isinstance(value, float) else "json"
+            better = "float64" if isinstance(value, float) else "json"
+            why = f"field {name!r} is {_short(value)}, but {kind} was inferred from the rows before it"
+            yield row, f"{why}; mend the row, or pass --schema {word}={better}"
+
+
+def _holds(plain: str, value: object) -> bool:
+    """Return False if a type changes an integer."""
+    if type(value) is not int or plain == "int64":  # beyond int64, the schema refuses it
+        return True
+    return 0 <= value <= _MAX_UINT64 if plain == "uint64" else _is_exact(value)
 
 
 def _is_exact(value: int) -> bool:
@@ -302,8 +278,4 @@ def _is_exact(value: int) -> bool:
 
 def _short(value: object) -> str:
     text = repr(value)
-    return (
-        f"{_WORDS[type(value)]} ({text if len(text) <= 40 else text[:37] + '…'})"
-        if value is not None
-        else "null"
-    )
+    return f"{_WORDS[type(value)]} ({text if len(text) <= 40 else text[:37] + '…'})"
