@@ -5,13 +5,9 @@ In SPECs and pages of docs, *emphasis* marks a term, and nothing else.
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import doctest
-import functools
 import importlib
 import importlib.util
-import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +16,6 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit_tools.main import COMMANDS, run
 
 # ---- The site: every page listed and there, no link dead; a guide's page is its program and what it prints
 
@@ -61,16 +56,6 @@ def test_a_page_that_is_not_listed_is_found(making: Any, monkeypatch: pytest.Mon
     assert list(making.left_out()) == ["zensical.toml: examples/guides/auditing.md is missing in nav"]
 
 
-def test_dead_links_of_built_pages_are_found(making: Any, tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text(
-        '<h1 id="here">x</h1><a href="other.html#part">1</a><a href="#here">2</a><a href="https://example.org">3</a>'
-        '<a href="other.html#nowhere">4</a><source srcset="dark.svg"><img src="missing.png"><a href="folder/">5</a>'
-    )
-    (tmp_path / "other.html").write_text('<p id="part"></p>')
-    found = [line.partition(": ")[2] for line in making.dead_links_of_site(tmp_path)]
-    assert found == ["other.html#nowhere", "dark.svg", "missing.png", "folder/"]
-
-
 def test_a_guide_is_shown_with_what_it_prints(making: Any) -> None:
     program = making.GUIDES / "auditing.py"
     page = making.guide_page(program, "$ shardkit audit runs/b\n  clean\n")
@@ -84,20 +69,6 @@ def test_a_guide_is_shown_with_what_it_prints(making: Any) -> None:
     )
 
 
-def test_a_guide_that_lacks_a_package_is_shown_without_its_output(
-    making: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "guides"
-    folder.mkdir()
-    missing, broken = folder / "missing.py", folder / "broken.py"
-    missing.write_text("import no_such_package_anywhere\n")
-    broken.write_text("import shardkit.no_such_module\n")
-    monkeypatch.setattr(making, "ROOT", tmp_path)
-    assert "no_such_package_anywhere" in making.printed_by(missing)
-    with pytest.raises(SystemExit, match="no_such_module"):
-        making.printed_by(broken)
-
-
 def test_a_broken_table_is_found(making: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(making, "ROOT", tmp_path)
     page = tmp_path / "page.md"
@@ -108,13 +79,12 @@ def test_a_broken_table_is_found(making: Any, tmp_path: Path, monkeypatch: pytes
     assert list(making.broken_tables(page)) == ["page.md:13: 3 columns, but 2 in the rule below"]
 
 
-# ---- docs/words.md has the project's terms: those that pages emphasise, and those that users meet as names of classes
+# ---- docs/words.md has the terms that pages emphasise
 
 
 GLOSSARY = ROOT / "docs" / "words.md"
 EMPHASIS = re.compile(r"(?<![*\w])\*([A-Za-z][A-Za-z -]*)\*(?![*\w])")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
-ORDINARY = {"texts", "use", "table"}  # names of classes that are also words of every sentence
 PACKAGES = ("shardkit", "tools/shardkit_tools", "trainer/shardkit_trainer")
 
 
@@ -148,47 +118,6 @@ def pages() -> list[Path]:
     return [path for path in sorted(found) if path != GLOSSARY]
 
 
-def class_terms() -> set[str]:
-    """Names of the classes that packages export, as words: `FailureDomain` → "failure domain"."""
-    exported: set[str] = set()
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("__init__.py"):
-            listed = re.search(r"__all__ = \[(.*?)\]", path.read_text(encoding="utf-8"), re.DOTALL)
-            exported |= set(re.findall(r'"([A-Z][a-z]\w*)"', listed[1] if listed else ""))
-    return {re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower() for name in exported}
-
-
-@pytest.fixture(scope="module")
-def help_pages() -> str:
-    out = io.StringIO()
-    for name in (name for _, names in COMMANDS for name in names):
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            contextlib.redirect_stdout(out),
-            contextlib.suppress(SystemExit),
-        ):
-            patch.setenv("COLUMNS", "500")
-            run([name, "--help"])
-    return out.getvalue().lower()
-
-
-@functools.cache
-def texts() -> dict[str, str]:
-    """All docstrings and all texts of raised errors of the packages."""
-    found: dict[str, list[str]] = {"messages": [], "docstrings": []}
-    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Raise):
-                found["messages"] += [
-                    one.value
-                    for one in ast.walk(node)
-                    if isinstance(one, ast.Constant) and isinstance(one.value, str)
-                ]
-            elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                found["docstrings"].append(ast.get_docstring(node) or "")
-    return {kind: " ".join(each).lower() for kind, each in found.items()}
-
-
 def occurs(term: str, text: str) -> bool:
     return re.search(rf"\b{re.escape(term)}(?:s|es)?\b", text) is not None
 
@@ -204,45 +133,22 @@ def test_emphasised_terms_have_entries() -> None:
     assert sorted(missing) == [], "define it in docs/words.md; use ** to stress a word that is not a term"
 
 
-def test_classes_that_help_pages_and_messages_name_have_entries(help_pages: str) -> None:
-    terms = defined(GLOSSARY.read_text(encoding="utf-8")) | ORDINARY
-    commands = {name for _, names in COMMANDS for name in names}
-    shown = help_pages + texts()["messages"]
-    met = [term for term in sorted(class_terms() - commands) if occurs(term, shown)]
-    assert len(met) > 20
-    missing = [
-        term
-        for term in met
-        if not is_defined(term, terms) and not all(is_defined(one, terms) for one in term.split())
-    ]
-    assert missing == []
-
-
-def test_every_entry_is_used_and_has_one_meaning(help_pages: str) -> None:
+def test_every_entry_is_used_and_has_one_meaning() -> None:
     text = GLOSSARY.read_text(encoding="utf-8")
     cells = [term.strip() for cell in first_cells(text) for term in cell.split(",")]
     assert len(cells) > 80
     assert sorted({term for term in cells if cells.count(term) > 1}) == []
-    shown = " ".join([help_pages, *texts().values()])
-    shown += " ".join(prose(path) for path in pages()).lower()
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    shown = " ".join(path.read_text(encoding="utf-8") for path in [*pages(), *sources]).lower()
     assert [term for term in cells if not occurs(term, shown)] == []
 
 
 def test_a_term_without_an_entry_is_found() -> None:
     terms = defined("| term | meaning |\n|---|---|\n| hand, deck | run of *cards* |\n")
     assert terms == {"hand", "deck", "cards"}
-    assert emphasised("A *hand* of **five** a*b*c, *Full Houses* and `*code*`".replace("`*code*`", "")) == {
-        "hand",
-        "full houses",
-    }
+    assert emphasised("A *hand* of **five** a*b*c, *Full Houses*") == {"hand", "full houses"}
     assert is_defined("hands", terms)
     assert not is_defined("full houses", terms)
-    assert list(
-        first_cells("| term | x |\n|---|---|\n| one | 1 |\n| two | 2 |\n\n| other |\n|---|\n| no |\n")
-    ) == [
-        "one",
-        "two",
-    ]
 
 
 # ---- The examples in docstrings of public names and in pages of concepts run as printed, on a small dataset of digits
