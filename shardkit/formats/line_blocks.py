@@ -78,8 +78,8 @@ class LineRows(NamedTuple):
     """The rows of consecutive lines."""
 
     lines: Sequence[int]  # number, among these lines, of the first line of each row; empty lines are no rows
-    # of each row, its object in JSON or its cells in CSV, or the error that says why there is none
-    rows: Any  # sequence
+    # sequence: of each row, its object in JSON or its cells in CSV, or the error that says why there is none
+    rows: Any
     num_lines: int  # lines that the rows take, with empty ones
     num_bytes: int  # the same in bytes: less than all if the last row of CSV continues after the last line
 

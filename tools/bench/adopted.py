@@ -12,8 +12,8 @@ which draws windows with replacement. FOLDER has the environments `litdata` and 
 `bench/interruptions`.
 
 adopt: an adoption in one process, and a pass that reads the same files and computes SHA-256 twice and XXH3, which an
-adoption needs (of the file, of its blocks), in seconds and in processor seconds; lines and tars have an eighth of the
-bytes. open: a manifest of N adopted files, opened and planned in a new process.
+adoption needs (of the file, of its blocks), in seconds and in processor seconds; lines, CSV and tars have an eighth of
+the bytes. open: a manifest of N adopted files, opened and planned in a new process.
 """
 
 # mypy: ignore-errors
@@ -344,6 +344,21 @@ def write_lines(folder: Path, num_bytes: int) -> None:
             out.write(json.dumps({"text": text, "id": out.tell(), "score": chance.random()}) + "\n")
 
 
+def write_csv(folder: Path, num_bytes: int) -> None:
+    """Write a table of a number, a score, a truth and a short text."""
+    import numpy as np
+
+    folder.mkdir()
+    chance, words = np.random.default_rng(3), np.array([f"word{n}" for n in range(5000)])
+    with (folder / "a.csv").open("w") as out:
+        out.write("id,score,ok,text\n")
+        while out.tell() < num_bytes:
+            text = " ".join(words[chance.integers(0, 5000, 12)])
+            out.write(
+                f"{out.tell()},{chance.random()},{'true' if chance.random() < 0.5 else 'false'},{text}\n"
+            )
+
+
 def write_tars(folder: Path, num_bytes: int) -> None:
     """Write a tar of pictures of about 2 kB, each with a class and a caption."""
     import numpy as np
@@ -392,13 +407,13 @@ def _adopt(scratch: Path, options: argparse.Namespace) -> dict:
 
     results = {}
     size = parse_size(options.size) // 2
-    for workload in ("pictures", "text", "lines", "small tar members"):
+    writers = {"lines": write_lines, "csv": write_csv, "small tar members": write_tars}
+    for workload in ("pictures", "text", *writers):
         files, root = scratch / workload, scratch / f"{workload} root"
-        writer = {"lines": write_lines, "small tar members": write_tars}.get(workload)
-        if writer is None:
-            write_files(files, workload, size)
+        if workload in writers:
+            writers[workload](files, size // 8)
         else:
-            writer(files, size // 8)
+            write_files(files, workload, size)
         hashing, adopting = [], []
         for _ in range(options.repeats):
             hashing.append(_timed(lambda: _hash(files)))  # noqa: B023 - called here

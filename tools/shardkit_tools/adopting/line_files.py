@@ -28,7 +28,7 @@ from shardkit_tools.adopting.files import (
 )
 from shardkit_tools.importers.csv import UTF8, CsvImporter, delimiter_of
 from shardkit_tools.importers.json_lines import JsonLinesImporter
-from shardkit_tools.importers.line_importer import LineBlock, ParseLines, parse_pieces
+from shardkit_tools.importers.line_importer import LineBlock, LineImporter, ParseLines, parse_pieces
 from shardkit_tools.importers.line_ranges import line_starts, rows_to_infer, whole_lines
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_each
@@ -40,10 +40,10 @@ _OFFSET_BYTES = 16  # memory per value of a field of variable size
 class LineFiles(AdoptableFiles):
     """Files of JSON lines, or tables of CSV; types are inferred from all rows, as in a build."""
 
-    importer: JsonLinesImporter | CsvImporter
+    importer: LineImporter
 
     @classmethod
-    def of(cls, importer: JsonLinesImporter | CsvImporter) -> LineFiles:
+    def of(cls, importer: LineImporter) -> LineFiles:
         """Return the files of an importer."""
         files = importer.source.files
         for file in files:
@@ -76,7 +76,7 @@ class LineFiles(AdoptableFiles):
         return _counter(self.importer, file)
 
 
-def _counter(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> ParseLines:
+def _counter(importer: LineImporter, file: SourceFile) -> ParseLines:
     """Return a parser that does not parse where lines are certainly rows that can be encoded.
 
     Its rows are then offsets, of int64: where each begins.
@@ -88,16 +88,14 @@ def _counter(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> Par
         if starts is not None:
             return LineRows(range(len(starts)), starts, len(starts), len(data))
         found = parse(data, name_of, is_last)
-        if isinstance(importer, JsonLinesImporter):
-            return found
-        return found._replace(
-            rows=line_starts(data, returns=True)[found.lines]
-        )  # parsed cells can be encoded
+        if isinstance(importer, CsvImporter):  # any cells that have been parsed can be encoded
+            found = found._replace(rows=line_starts(data, returns=True)[found.lines])
+        return found
 
     return count
 
 
-def _count(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> int:
+def _count(importer: LineImporter, file: SourceFile) -> int:
     """Return the number of rows of a file, readable or not: keys are numbers over all files."""
     blocks = parse_pieces(file, importer.pieces(file), _counter(importer, file))
     return max(0, sum(len(block.rows) for block in blocks) - isinstance(importer, CsvImporter))
@@ -107,7 +105,7 @@ def _count(importer: JsonLinesImporter | CsvImporter, file: SourceFile) -> int:
 class _LineScan:
     """One pass over a file."""
 
-    importer: JsonLinesImporter | CsvImporter
+    importer: LineImporter
     task: AdoptTask
     block_bytes: int
     report: Report

@@ -94,10 +94,7 @@ class CsvImporter(LineImporter):
     """What encloses cells: '"', "none", or "maybe": the user must say so if a cell begins with a quote."""
 
     def pieces(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-        """Yield a file, or a range that starts and stops at line ends, in pieces of whole lines of UTF-8.
-
-        Bytes that are not text of the encoding are none of UTF-8 either.
-        """
+        """As `LineImporter.pieces`; bytes that are not text of the encoding are none of UTF-8 either."""
         if self.encoding == UTF8:
             for number, piece in enumerate(read_pieces(file, start, stop)):
                 yield piece.removeprefix(BOM_UTF8) if not (number or start) else piece
@@ -122,7 +119,6 @@ class CsvImporter(LineImporter):
                 decoded.detach()
 
     def parser(self, file: SourceFile) -> ParseLines:
-        """Return the parser of the rows of a file, the header among them."""
         delimiter = delimiter_of(file, self.encoding)
 
         def parse(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
@@ -175,7 +171,6 @@ class CsvImporter(LineImporter):
         return block._replace(rows=rows)
 
     def plain_rows(self, lines: bytes) -> NDArray[np.int64] | None:
-        """Return where lines begin if each is certainly a row; otherwise None."""
         return line_starts(lines) if are_plain_rows(self.quote, lines) else None
 
     def names_of(self, file: SourceFile) -> tuple[str, ...]:

@@ -56,7 +56,6 @@ class JsonLinesImporter(LineImporter):
         return json_rows
 
     def plain_rows(self, lines: bytes) -> NDArray[np.int64] | None:
-        """Return where lines begin if each is a row that can be encoded, as the types hold it; otherwise None."""
         octets, starts = np.frombuffer(lines, np.uint8), line_starts(lines)
         if (octets[starts] != ord("{")).any() or (b"\\" in lines and _HALF_CHARACTER.search(lines)):
             return None

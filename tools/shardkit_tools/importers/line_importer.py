@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import RowOrigin
 from shardkit.errors import ShardkitError, SourceError
@@ -41,9 +41,8 @@ class LineBlock(NamedTuple):
     data: bytes  # empty if they are items of an array
     first_line: int  # number of lines before them
     lines: Sequence[int]  # number in the file of the first line of each row
-    rows: (
-        Any  # sequence: object of JSON or cells of CSV of each row, or the error that says why there is none
-    )
+    # sequence: of each row, its object of JSON, its cells of CSV, its sample, or the error that says why there is none
+    rows: Any
     numbers: Sequence[int]  # number of each row in the file, for its origin
     unit: str = "line"
 
@@ -65,7 +64,7 @@ def parse_pieces(
     file: SourceFile, pieces: Iterable[bytes], parse: ParseLines, first_line: int = 0
 ) -> Iterator[LineBlock]:
     """Yield the rows of pieces of whole lines; a row that continues after its piece is parsed with the next one."""
-    held: deque[bytes] = deque()
+    held: list[bytes] = []
     wanted = 0  # bytes: a row that continues is parsed again when as many again have been read
     line = first_line
     for piece in chain(pieces, [b""]):
@@ -81,7 +80,7 @@ def parse_pieces(
 
         found = parse(data, name_of, not piece)
         rest = data[found.num_bytes :]
-        held, wanted = deque([rest] if rest else []), 2 * len(rest)
+        held, wanted = [rest] if rest else [], 2 * len(rest)
         if found.num_bytes:
             lines = found.lines
             shifted = (
@@ -114,6 +113,14 @@ class LineImporter(FileImporter):
     def pieces(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """Yield a file, or a range that starts and stops at line ends, in pieces of whole lines of UTF-8."""
         return read_pieces(file, start, stop)
+
+    def parser(self, file: SourceFile) -> ParseLines:
+        """Return the parser of the lines of a file; the header of a table is a row."""
+        raise NotImplementedError
+
+    def plain_rows(self, lines: bytes) -> NDArray[np.int64] | None:
+        """Return where lines begin if each is certainly a row that can be encoded, as the types hold it."""
+        raise NotImplementedError
 
     def blocks(self, file: SourceFile, pieces: Iterable[bytes], first_line: int = 0) -> Iterator[LineBlock]:
         """Yield the rows of pieces of a file that begin after `first_line` lines."""
