@@ -200,8 +200,25 @@ def csv_rows(
         encoding: encoding of the file, for messages.
         is_last: a quote that is not closed is an error; otherwise, its row is left for a call with more lines.
     """
-    csv.field_size_limit(_MAX_CELL_CHARACTERS)
     text = data.decode(errors=UNDECODED)
+    if data and are_plain_rows(quote, data):
+        texts = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+        found = LineRows(range(len(texts)), [line.split(delimiter) for line in texts], len(texts), len(data))
+    else:
+        found = _parse_cells(text, delimiter, quote, name_of, is_last=is_last)
+    rows, lines = found.rows, found.lines
+    is_text = text.isascii() or _is_text(text)
+    if not is_text or (quote == "maybe" and '"' in text):
+        rows = [_checked(row, quote, encoding, name_of(line)) for row, line in zip(rows, lines, strict=True)]
+    if not all(rows):
+        lines = [line for row, line in zip(rows, lines, strict=True) if row]
+        rows = [row for row in rows if row]
+    return found._replace(lines=lines, rows=rows)
+
+
+def _parse_cells(text: str, delimiter: str, quote: str, name_of: LineName, *, is_last: bool) -> LineRows:
+    """Parse rows of which some may take several lines, or none."""
+    csv.field_size_limit(_MAX_CELL_CHARACTERS)
     reader = csv.reader(
         io.StringIO(text, newline=""),
         delimiter=delimiter,
@@ -221,17 +238,23 @@ def csv_rows(
                 break
             rows.append(_no_row(name_of(lines[-1]), error))
             lines.append(reader.line_num)
-    num_lines, num_bytes = lines.pop(), len(data)
-    if num_lines < reader.line_num:
-        whole = islice(io.StringIO(text, newline=""), num_lines)
-        num_bytes = sum(len(line.encode(errors=UNDECODED)) for line in whole)
-    is_text = text.isascii() or _is_text(text)
-    if not is_text or (quote == "maybe" and '"' in text):
-        rows = [_checked(row, quote, encoding, name_of(line)) for row, line in zip(rows, lines, strict=True)]
-    if not all(rows):
-        lines = [line for row, line in zip(rows, lines, strict=True) if row]
-        rows = [row for row in rows if row]
-    return LineRows(lines, rows, num_lines, num_bytes)
+    num_lines = lines.pop()
+    whole = (
+        text if num_lines == reader.line_num else "".join(islice(io.StringIO(text, newline=""), num_lines))
+    )
+    return LineRows(lines, rows, num_lines, len(whole.encode(errors=UNDECODED)))
+
+
+def are_plain_rows(quote: str, lines: bytes) -> bool:
+    r"""Return True if every line of a table is certainly a row.
+
+    A cell in quotes (unless `quote` is "none") may contain line ends, and only a reader from the start of the table
+    can tell them from the ends of rows. Otherwise rows are counted as lines only if no line is empty and all line ends
+    are ``\n`` or ``\r\n``.
+    """
+    if (quote == '"' and b'"' in lines) or b"\n\n" in lines or lines.startswith((b"\n", b"\r")):
+        return False
+    return b"\r" not in lines or (b"\n\r" not in lines and lines.count(b"\r") == lines.count(b"\r\n"))
 
 
 def _is_text(text: str) -> bool:

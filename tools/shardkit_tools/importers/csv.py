@@ -31,6 +31,7 @@ from shardkit.formats.line_blocks import (
     UNDECODED,
     LineName,
     LineRows,
+    are_plain_rows,
     cell_samples,
     cell_type,
     cell_value,
@@ -46,7 +47,6 @@ from shardkit_tools.importers.line_importer import (
 )
 from shardkit_tools.importers.line_ranges import (
     READ_BYTES,
-    are_plain_rows,
     cut_lines,
     line_starts,
     read_pieces,

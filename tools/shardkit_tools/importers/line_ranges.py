@@ -136,15 +136,3 @@ def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[
             borders.append((at, line))
         at, line = at + len(piece), line + piece.count(b"\n")
     return borders
-
-
-def are_plain_rows(quote: str, lines: bytes) -> bool:
-    r"""Return True if every line of a table is certainly a row.
-
-    A cell in quotes (unless `quote` is "none") may contain line ends, and only a reader from the start of the table
-    can tell them from the ends of rows. Otherwise rows are counted as lines only if no line is empty and all line ends
-    are ``\n`` or ``\r\n``.
-    """
-    if (quote == '"' and b'"' in lines) or b"\n\n" in lines or lines.startswith((b"\n", b"\r")):
-        return False
-    return b"\r" not in lines or (b"\n\r" not in lines and lines.count(b"\r") == lines.count(b"\r\n"))
