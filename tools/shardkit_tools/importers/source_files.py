@@ -310,7 +310,7 @@ _DECOMPRESSORS: dict[str, tuple[Callable[[], Any], bytes]] = {
     "gz": (lambda: zlib.decompressobj(_GZIP), b"\0"),
 }
 _DECOMPRESSORS["tgz"] = _DECOMPRESSORS["gz"]
-"""Kind → decompressor of one frame, and bytes that may be between frames."""
+"""Kind → decompressor of one frame, and bytes that may follow it."""
 
 
 class _Decompressed(io.RawIOBase):
@@ -323,6 +323,7 @@ class _Decompressed(io.RawIOBase):
     def __init__(self, packed: BinaryIO, kind: str, path: str) -> None:
         self._packed, self._path = packed, path
         self._new, self._padding = _DECOMPRESSORS[kind]
+        self._skipped = b""  # bytes that are left out now: padding follows a frame
         self._decoder: Any = None  # None between frames
         self._rest = b""
         self._made = memoryview(b"")
@@ -347,13 +348,13 @@ class _Decompressed(io.RawIOBase):
     def _decompress(self, piece: bytes) -> None:
         self._rest = b""
         if self._decoder is None:
-            piece = piece.lstrip(self._padding)
+            piece = piece.lstrip(self._skipped)
             if not piece:
                 return
             self._decoder = self._new()
         self._made = memoryview(self._decoder.decompress(piece))
         if self._decoder.eof:
-            self._rest, self._decoder = self._decoder.unused_data, None
+            self._rest, self._decoder, self._skipped = self._decoder.unused_data, None, self._padding
 
     def close(self) -> None:
         self._packed.close()
