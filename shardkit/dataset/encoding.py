@@ -371,11 +371,10 @@ class EncodedRows:
             schema: schema of the dataset.
             arrow: its `spool_schema`.
         """
-        none = [None] * len(self)
         stored = zip(schema.stored.items(), self.columns, strict=True)
         columns = [spool_array(kind, column, name) for (name, kind), column in stored]
-        texts = (("str", self.keys or none), ("bytes", self.originals or none), ("str", self.source_names))
-        origin = [_optional_texts(kind, column) for kind, column in texts]
+        texts = (("str", self.keys), ("bytes", self.originals), ("str", self.source_names))
+        origin = [_optional_texts(kind, column, len(self)) for kind, column in texts]
         return pa.RecordBatch.from_arrays([*columns, *origin, self.source_rows], schema=arrow)
 
 
@@ -470,8 +469,10 @@ def numbers_of(array: Any, absent: int) -> NDArray[Any]:
     return np.where(array.is_valid().to_numpy(zero_copy_only=False), numbers, absent)
 
 
-def _optional_texts(kind: str, values: Sequence[str | None]) -> Any:
-    """Return texts as an Arrow array of a type such as "str"; None becomes null."""
+def _optional_texts(kind: str, values: Sequence[str | None], count: int) -> Any:
+    """Return texts as an Arrow array of a type such as "str"; None becomes null, and no texts `count` nulls."""
+    if not values:
+        return pa.nulls(count, arrow_type(FieldType(kind)))
     presence = [b"\0" if value is None else b"\1" for value in values]
     payloads = [b"" if value is None else value.encode("utf-8", "surrogatepass") for value in values]
     return arrow_array(FieldType(kind, optional=True), payloads, "origin", presence)

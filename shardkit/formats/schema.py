@@ -47,6 +47,9 @@ MAX_FIELD_NAME = 200  # characters
 KEY_FIELD = "__key__"
 """Name of the column of keys in an Arrow shard."""
 
+BOUNDARIES = "boundaries"
+"""The field in which ``shardkit build --pack`` records, per row, 0 and the end of each document."""
+
 RESERVED_NAMES = frozenset({"step", "samples", KEY_FIELD})
 """Names that batches and shards use themselves; fields cannot have them."""
 

@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import SampleError, UsageError
-
-BOUNDARIES = "boundaries"
-"""The field in which ``shardkit build --pack`` records, per row, 0 and the end of each document."""
+from shardkit.formats.schema import BOUNDARIES as BOUNDARIES
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, ParamSpec, TypeAlias
 
-import pyarrow.compute as pc
-
 from shardkit.dataset.committing import block_size_for, version_of_ref
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import ConfigurationError, ShardkitError, SourceError, StoreFullError, UsageError
 from shardkit.formats import FieldType, Schema
+from shardkit.formats.arrow_payloads import payload_column
+from shardkit.formats.block import sizes_of
 from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry
 from shardkit.stores.file_operations import explained
@@ -455,6 +455,6 @@ def _mean_bytes(importer: Importer, task: SourceTask, fields: Sequence[str]) -> 
     with contextlib.suppress(ShardkitError):  # an error is reported when the source is read
         for found in decode(importer, task, ignore_file):
             if isinstance(found, DecodedRows) and len(found.batch):
-                sizes = [pc.sum(pc.binary_length(found.batch[name])).as_py() or 0 for name in fields]
-                return float(sum(sizes)) / len(found.batch)
+                columns = [payload_column(importer.schema[name], found.batch[name]) for name in fields]
+                return sum(int(sizes_of(column).sum()) for column in columns) / len(found.batch)
     return None

@@ -22,7 +22,7 @@ from shardkit.dataset.scratch_reading import Records, ScratchReader
 from shardkit.errors import ConfigurationError
 from shardkit.formats import RowBlock, Schema, raw_row_bytes
 from shardkit.formats.block import payloads_of
-from shardkit.loader.packed_rows import BOUNDARIES
+from shardkit.formats.schema import BOUNDARIES
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import JobFolder
 from shardkit_tools.building.passes import ITEMS, TaskFacts, TaskRows

@@ -9,9 +9,9 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, astuple, dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -155,25 +155,17 @@ class TaskRows:
 
     def to_bytes(self) -> bytes:
         """Return the record of a task, or of packed documents."""
-        files, skipped = (
-            [list(astuple(one)) for one in held] for held in (self.facts.files, self.facts.skipped)
-        )
-        part = {"part": self.facts.part, "part_bytes": self.facts.part_bytes}
-        return self.columns.to_bytes({**part, "files": files, "skipped": skipped})
+        return self.columns.to_bytes(msgspec.to_builtins(self.facts))
 
     @classmethod
     def from_bytes(cls, number: int, data: bytes) -> TaskRows:
-        """Read a record made by `to_bytes`."""
-        columns, found = Rows.from_bytes(data)
-        meta: Any = found
-        facts = TaskFacts(
-            number=number,
-            part=str(meta["part"]),
-            part_bytes=int(meta["part_bytes"]),
-            files=tuple(SourceDigest(*entry) for entry in meta["files"]),
-            skipped=tuple(SkippedRow(*entry) for entry in meta["skipped"]),
-        )
-        return cls(facts, columns)
+        """Read a record made by `to_bytes`; the task may have had another number then.
+
+        Raises:
+            FormatError, ValueError: the record is of another release.
+        """
+        columns, facts = Rows.from_bytes(data)
+        return cls(dataclasses.replace(msgspec.convert(facts, TaskFacts), number=number), columns)
 
 
 @dataclass
