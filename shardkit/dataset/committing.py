@@ -6,6 +6,7 @@ A ref whose version has another schema is never moved unless `replace` is given.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from shardkit.copies.replicate import commit
 from shardkit.dataset.costs import put_costs
 from shardkit.dataset.layout import BLOCK_BYTES
 from shardkit.dataset.lookups import put_lookups
-from shardkit.dataset.scratch import Rows, join_parts
+from shardkit.dataset.rows import Rows
 from shardkit.dataset.scratch_reading import Parts, ScratchReader
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.dataset.shard_writing import write_shard
@@ -87,13 +88,14 @@ class MadeVersion:
 
 
 def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows], parts: Parts) -> Manifest:
-    """Lay rows out, write their shards and commit them, in one process."""
-    rows = join_parts(columns)
+    """Lay rows out, write their shards and commit them, in one process; `parts` are closed."""
+    rows = Rows.join(columns)
     if not len(rows):
         raise UsageError("no sample was added; a dataset holds at least one")
-    reader = ScratchReader(parts, version.schema)
-    plan = plan_version(version, rows, to.base, reader)
-    shards = [write_shard(to.repository, reader, shard, version) for shard in plan.shards()]
+    with contextlib.closing(parts):
+        reader = ScratchReader(parts, version.schema)
+        plan = plan_version(version, rows, to.base, reader)
+        shards = [write_shard(to.repository, reader, shard, version) for shard in plan.shards()]
     made = make_manifest(to.repository, plan, shards)
     commit_version(to, made)
     return made.manifest

@@ -9,9 +9,16 @@ from types import TracebackType
 from typing import Any
 
 from shardkit.dataset.committing import Destination, block_size_for, version_of_ref, write_version
-from shardkit.dataset.encoding import RowEncoder, ordinal_identity, part_identity
+from shardkit.dataset.encoding import (
+    EncodedRow,
+    RowEncoder,
+    join_encoded,
+    ordinal_identity,
+    part_identity,
+)
 from shardkit.dataset.parts import PartFolder, check_part_name, part_folder, settings_of
 from shardkit.dataset.scratch import RowSpool, scratch_folder
+from shardkit.dataset.scratch_reading import PartFiles
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
@@ -20,6 +27,8 @@ from shardkit.ranges import shown
 from shardkit.repository.log import check_ref_name
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import temporary_name
+
+_MAX_ROWS, _MAX_BYTES = 4096, 2**20  # added samples become a record batch at these limits
 
 
 def create(
@@ -83,7 +92,7 @@ def create(
             root. Closing commits nothing; it publishes the part for `commit_parts`, replacing one of the same
             name. All parts need the same settings; ref, message, append, about, lookup and cost are given to
             `commit_parts`.
-        scratch: directory for rows that do not fit in memory; by default inside ``root``. Parts of a root
+        scratch: directory for the rows until they are written; by default inside ``root``. Parts of a root
             that is not a local folder need one that all writers share.
 
     Raises:
@@ -168,8 +177,9 @@ class Writer:
             self._spooled,
             version.schema,
             seed=version.settings.seed if version.settings.shuffle else None,
-            always_file=part is not None,
         )
+        self._rows: list[EncodedRow] = []  # added after the rows in `_spool`
+        self._rows_bytes = 0
         self._manifest: Manifest | None = None
         self._is_written = False
 
@@ -179,7 +189,7 @@ class Writer:
         elif self._is_written and self._part is not None:
             state = f"part {self._part[1]!r} is written"
         else:
-            state = "closed" if self._spool is None else f"{len(self._spool):,} samples added"
+            state = "closed" if self._spool is None else f"{self._count():,} samples added"
         return f"<shardkit writer for {self._to.repository.url}@{self._to.ref}: {state}>"
 
     def add(
@@ -202,11 +212,23 @@ class Writer:
             >>> shardkit.open("data/one")[0]
             {'text': 'hello'}
         """
-        name = f"sample {key!r}" if key is not None else f"sample {len(self._open())}"
+        self._open()
+        name = f"sample {key!r}" if key is not None else f"sample {self._count()}"
         row = self._encoder.encode(sample, key, source, where=name)
         with self._lock:
             spool = self._open()
-            spool.append(row, row.identity or self._identity(len(spool)))
+            self._rows.append(row._replace(identity=row.identity or self._identity(self._count())))
+            self._rows_bytes += sum(map(len, row.payloads))
+            if len(self._rows) >= _MAX_ROWS or self._rows_bytes >= _MAX_BYTES:
+                self._flush(spool)
+
+    def _count(self) -> int:
+        return len(self._rows) + (len(self._spool) if self._spool is not None else 0)
+
+    def _flush(self, spool: RowSpool) -> None:
+        if self._rows:
+            spool.append(*join_encoded(self._version.schema, self._rows))
+        self._rows, self._rows_bytes = [], 0
 
     def _identity(self, number: int) -> tuple[int, int]:
         """Return the identity of a row that has neither key nor source."""
@@ -239,25 +261,22 @@ class Writer:
         with self._lock:
             spool = self._open()
             try:
-                rows, records = spool.finish()
-                assert records is not None, "a writer keeps what it is given"
+                self._flush(spool)
+                rows = spool.finish()
                 if self._part is not None:
-                    records.close()
                     folder, name = self._part
                     folder.publish(name, self._spooled, settings_of(self._version), rows)
                     self._is_written = True
                 else:
-                    self._manifest = write_version(self._to, self._version, [rows], records)
+                    parts = PartFiles(spool.folder, [self._spooled])
+                    self._manifest = write_version(self._to, self._version, [rows], parts)
             finally:
-                self._spool = None
-                spool.drop()
+                self._drop()
 
     def abort(self) -> None:
         """Discard the added samples; nothing is committed."""
         with self._lock:
-            if self._spool is not None:
-                self._spool.drop()
-                self._spool = None
+            self._drop()
 
     def __enter__(self) -> Writer:
         return self
@@ -269,6 +288,11 @@ class Writer:
             self.close()
         else:
             self.abort()
+
+    def _drop(self) -> None:
+        if self._spool is not None:
+            self._spool.drop()
+        self._spool, self._rows = None, []
 
     def _open(self) -> RowSpool:
         if self._spool is None:

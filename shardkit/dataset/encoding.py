@@ -7,7 +7,8 @@ A record batch of scratch has the stored columns without nulls, whose buffers ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.layout import MAX_SHARD_BYTES, split_value
+from shardkit.dataset.rows import Rows, unwritten_records
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import FieldType, Schema, fit_key, max_key_bytes, raw_row_bytes
 from shardkit.formats.arrow_payloads import payload_column
@@ -30,7 +32,6 @@ SOURCE_PREFIX = b"s"
 """First bytes of the text whose hash is the identity of a row with a source but no key."""
 
 _MAX_STRATUM_TEXT = 200
-_MAX_SIZES = 4096
 
 
 class EncodedRow(NamedTuple):
@@ -69,7 +70,6 @@ class RowEncoder:
         self._fields_of_axes = [(axis, _field_of(axis)) for axis in self.axes]
         folders = self.split_folders or {}
         self._split_folders = {folder: split_value(name) for folder, name in folders.items()}
-        self._sizes: dict[tuple[int, ...], int] = {}
         self._key_limit = max_key_bytes(self.schema, self.format)
         for name in dict.fromkeys([*self.axes, *self.split_axes]):
             _check_field(self.schema, name, self.classes)
@@ -112,14 +112,10 @@ class RowEncoder:
             return self._split_folders[source[0].partition("/")[0]]
         return split_value(self.text(self.split_by, sample[self.split_by], where)) if self.split_by else None
 
-    def raw_bytes(self, sizes: tuple[int, ...]) -> int:
-        """Return `raw_row_bytes`, cached: rows of one dataset have few different sizes."""
-        found = self._sizes.get(sizes)
-        if found is None:
-            if len(self._sizes) >= _MAX_SIZES:
-                self._sizes.clear()
-            found = self._sizes[sizes] = raw_row_bytes(self.format, self.schema, sizes)
-        return found
+    @cached_property
+    def raw_bytes(self) -> Callable[[tuple[int, ...]], int]:
+        """`raw_row_bytes`, cached: rows of one dataset have few different sizes."""
+        return lru_cache(maxsize=4096)(partial(raw_row_bytes, self.format, self.schema))
 
     def _fit(self, key: object, where: str) -> str:
         if not isinstance(key, str) or not key:
@@ -158,11 +154,11 @@ class RowEncoder:
 
     def encode_rows(
         self, columns: Sequence[PayloadColumn], rows: RowOrigin, name_of: Callable[[int], str]
-    ) -> tuple[EncodedRows | None, dict[int, SampleError]]:
+    ) -> tuple[Rows, Any] | dict[int, SampleError]:
         """Encode rows of one source file from the payloads of their stored columns.
 
         Returns:
-            The rows, and no errors; or None, and an error for each row that cannot be stored, by its
+            The rows, and their record batch of scratch; or an error for each row that cannot be stored, by its
             position. The caller then encodes the remaining rows.
         """
         errors: dict[int, SampleError] = {}
@@ -177,7 +173,7 @@ class RowEncoder:
         axes = (*self.axes, *self.split_axes)
         texts = [self._texts(axis, columns, name_of, errors) for axis in axes]
         if errors:
-            return None, errors
+            return errors
         keys = [None if key is None else self._fit(key, name_of(row)) for row, key in enumerate(rows.keys)]
         strata, stratum = _strata(texts[: len(self.axes)], len(rows))
         split = np.zeros(len(rows), np.uint64)
@@ -186,19 +182,26 @@ class RowEncoder:
             split = np.array([self._split_folders[folder] for folder in folders], np.uint64)
         for values, place in texts[len(self.axes) :]:
             split = np.array([split_value(text) for text in values], np.uint64)[place]
-        encoded = EncodedRows(
-            columns=columns,
+        generated = np.array([key is None for key in keys] or np.ones(len(rows)), np.bool_)
+        originals = [None if key == fit else key for key, fit in zip(rows.keys, keys, strict=True)]
+        batch = spool_batch(
+            self.schema,
+            columns,
+            keys=keys,
+            originals=originals,
             source_names=rows.source_names,
             source_rows=index_array(rows.source_row),
-            keys=keys,
-            originals=[None if key == fit else key for key, fit in zip(rows.keys, keys, strict=True)],
+        )
+        table = Rows(
             identity=_identities(rows, keys),
-            split=split,
-            strata=strata,
             stratum=stratum,
             raw_bytes=np.ascontiguousarray(raw_bytes),
+            strata=strata,
+            split=split,
+            generated=generated,
+            records=unwritten_records(len(rows)),
         )
-        return encoded, errors
+        return table, batch
 
     def _texts(
         self,
@@ -321,61 +324,29 @@ class RowOrigin:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodedRows:
-    """Encoded rows, column by column; equivalent to one `EncodedRow` each."""
-
-    columns: Sequence[PayloadColumn]  # canonical payloads per stored column, in order
-    source_names: Sequence[str | None]  # source file of each row; None if unknown
-    source_rows: Any  # int64 Arrow array, number in the file; null if unknown
-    keys: Sequence[str | None]  # see `EncodedRow`; empty if no row has one
-    originals: Sequence[str | None]
-    identity: NDArray[np.uint64]  # (n, 2)
-    split: NDArray[np.uint64]  # (n,), zeros if the identity decides
-    strata: tuple[tuple[str, ...], ...]  # texts that `stratum`, (n,) int32, indexes
-    stratum: NDArray[np.int32]
-    raw_bytes: NDArray[np.int64]  # (n,), size in a shard before compression
-    marks: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, rows: Sequence[EncodedRow], identity: NDArray[np.uint64]) -> EncodedRows:
-        """Return rows that were encoded singly, at least one, with their identities, (n, 2)."""
-        keys, originals, sources, payloads, _, strata, splits, raw_bytes = zip(*rows, strict=True)
-        places = [source or (None, None) for source in sources]
-        number = {values: place for place, values in enumerate(dict.fromkeys(strata))}
-        return cls(
-            columns=list(map(list, zip(*payloads, strict=True))),
-            source_names=[name for name, _ in places],
-            source_rows=_optional_numbers([row for _, row in places]),
-            keys=keys,
-            originals=originals,
-            identity=identity,
-            split=np.array([split or 0 for split in splits], np.uint64),
-            strata=tuple(number),
-            stratum=np.array([number[values] for values in strata], np.int32),
-            raw_bytes=np.array(raw_bytes, np.int64),
-        )
-
-    def __len__(self) -> int:
-        return len(self.raw_bytes)
-
-    @property
-    def generated(self) -> NDArray[np.bool_]:
-        """(n,) bool, True for rows whose key is generated from the ordinal."""
-        return np.array([key is None for key in self.keys] or np.ones(len(self)), np.bool_)
-
-    def spool_batch(self, schema: Schema, arrow: Any) -> Any:
-        """Return a record batch of scratch: the stored columns, key, original key, source name and row.
-
-        Args:
-            schema: schema of the dataset.
-            arrow: its `spool_schema`.
-        """
-        stored = zip(schema.stored.items(), self.columns, strict=True)
-        columns = [spool_array(kind, column, name) for (name, kind), column in stored]
-        texts = (("str", self.keys), ("bytes", self.originals), ("str", self.source_names))
-        origin = [_optional_texts(kind, column, len(self)) for kind, column in texts]
-        return pa.RecordBatch.from_arrays([*columns, *origin, self.source_rows], schema=arrow)
+def join_encoded(schema: Schema, rows: Sequence[EncodedRow]) -> tuple[Rows, Any]:
+    """Return rows that were encoded singly, at least one, with identities, as `RowEncoder.encode_rows` does."""
+    keys, originals, sources, payloads, identities, strata, splits, raw_bytes = zip(*rows, strict=True)
+    places = [source or (None, None) for source in sources]
+    number = {values: place for place, values in enumerate(dict.fromkeys(strata))}
+    batch = spool_batch(
+        schema,
+        list(map(list, zip(*payloads, strict=True))),
+        keys=keys,
+        originals=originals,
+        source_names=[name for name, _ in places],
+        source_rows=optional_numbers([row for _, row in places]),
+    )
+    table = Rows(
+        identity=np.array(identities, np.uint64),
+        stratum=np.array([number[values] for values in strata], np.int32),
+        raw_bytes=np.array(raw_bytes, np.int64),
+        strata=tuple(number),
+        split=np.array([split or 0 for split in splits], np.uint64),
+        generated=np.array([key is None for key in keys], np.bool_),
+        records=unwritten_records(len(rows)),
+    )
+    return table, batch
 
 
 def _strata(
@@ -478,17 +449,44 @@ def _optional_texts(kind: str, values: Sequence[str | None], count: int) -> Any:
     return arrow_array(FieldType(kind, optional=True), payloads, "origin", presence)
 
 
-def _optional_numbers(values: Sequence[int | None]) -> Any:
+def optional_numbers(values: Sequence[int | None]) -> Any:
     """Return numbers as an int64 Arrow array; None becomes null."""
     payloads = [(value or 0).to_bytes(8, "little") for value in values]
     presence = [b"\0" if value is None else b"\1" for value in values]
     return arrow_array(FieldType("scalar", "int64", optional=True), payloads, "row", presence)
 
 
+@lru_cache(maxsize=16)
 def spool_schema(schema: Schema) -> Any:
     """Return the Arrow schema of a dataset's scratch files."""
     fields = [pa.field(name, arrow_type(_kind(kind)), nullable=False) for name, kind in schema.stored.items()]
     return pa.schema([*fields, *(pa.field(name, kind) for name, kind in _ORIGIN)])
+
+
+def spool_batch(
+    schema: Schema,
+    columns: Sequence[PayloadColumn],
+    *,
+    keys: Sequence[str | None],
+    originals: Sequence[str | None],
+    source_names: Sequence[str | None],
+    source_rows: Any,
+) -> Any:
+    """Return a record batch of scratch.
+
+    Args:
+        schema: schema of the dataset.
+        columns: payloads of its stored columns.
+        keys: see `EncodedRow`; empty if no row has one.
+        originals: keys of the caller, see `EncodedRow`; empty if no row has one.
+        source_names: source file of each row, None if unknown; empty if all are.
+        source_rows: int64 Arrow array, number in the file; null if unknown.
+    """
+    stored = zip(schema.stored.items(), columns, strict=True)
+    arrays = [spool_array(kind, column, name) for (name, kind), column in stored]
+    texts = (("str", keys), ("bytes", originals), ("str", source_names))
+    origin = [_optional_texts(kind, column, len(source_rows)) for kind, column in texts]
+    return pa.RecordBatch.from_arrays([*arrays, *origin, source_rows], schema=spool_schema(schema))
 
 
 def spool_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:

@@ -19,7 +19,8 @@ from typing import Any
 import xxhash
 
 from shardkit.dataset.committing import Destination, write_version
-from shardkit.dataset.scratch import Rows, scratch_folder
+from shardkit.dataset.rows import Rows
+from shardkit.dataset.scratch import scratch_folder
 from shardkit.dataset.scratch_reading import ScratchFolder
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
@@ -106,10 +107,7 @@ def commit_parts(
             repository, version, ref, append=append, replace=replace, message=message, author=author
         )
         files = folder.parts([part.file for part in written])
-        try:
-            manifest = write_version(to, version, [part.columns for part in written], files)
-        finally:
-            files.close()
+        manifest = write_version(to, version, [part.columns for part in written], files)
     folder.put_record(note, manifest.id.encode(), is_durable=True)
     for part in written:
         folder.drop(part)

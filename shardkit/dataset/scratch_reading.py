@@ -12,8 +12,7 @@ import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import index_array, joined_batch, numbers_of, spool_schema
+from shardkit.dataset.rows import Records, Rows
 from shardkit.errors import IntegrityError
 from shardkit.formats import RowBlock, Schema, generated_key, generated_keys
 from shardkit.formats.arrow_payloads import payload_column
@@ -31,56 +31,6 @@ _CHECK_BYTES = 8  # size of the XXH3-64 in front of a record of finished work
 _MAX_OPEN = 128
 
 
-BATCH: Final = np.dtype([
-    ("part", np.int32),  # number of the part
-    ("offset", np.int64),  # in the part
-    ("length", np.int64),  # bytes of the message
-    ("check", np.uint64),  # XXH3-64 of the message
-])  # fmt: skip
-"""A record batch in scratch."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Records:
-    """Location of each row's record: batch, and row in the batch."""
-
-    batch: NDArray[np.int32]  # index into `batches`
-    row: NDArray[np.int32]
-    batches: NDArray[np.void]  # (m,) of `BATCH`
-
-    @classmethod
-    def join(cls, parts: Sequence[Records]) -> Records:
-        """Return the records of parts, one after the other; the parts are numbered in this order."""
-        none = np.zeros(0, np.int32)
-        before = np.cumsum([0, *(len(part.batches) for part in parts)])
-        batch = [part.batch + np.int32(start) for part, start in zip(parts, before.tolist(), strict=False)]
-        batches = np.concatenate([np.zeros(0, BATCH), *(part.batches for part in parts)])
-        batches["part"] = np.repeat(np.arange(len(parts)), np.diff(before))
-        rows = [part.row for part in parts]
-        return cls(np.concatenate([none, *batch]), np.concatenate([none, *rows]), batches)
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def __getitem__(self, places: slice | NDArray[np.int64]) -> Records:
-        return Records(self.batch[places], self.row[places], self.batches)
-
-    def only(self, places: NDArray[np.int64]) -> Records:
-        """Return some of the records with only the batches that they need, to be sent to another process."""
-        used, batch = np.unique(self.batch[places], return_inverse=True)
-        batches = self.batches[used] if len(self.batches) else self.batches
-        return Records(batch.astype(np.int32), self.row[places], batches)
-
-    @property
-    def identity(self) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-        """Arrays that are equal only if the records hold the same bytes in the same order."""
-        checks = self.batches["check"]
-        return (checks[self.batch] if len(checks) else np.zeros(len(self), np.uint64)), self.row
-
-
-NO_RECORDS: Final = Records.join([])
-
-
 class Parts(Protocol):
     """The records of spools, by the number of the spool."""
 
@@ -89,21 +39,6 @@ class Parts(Protocol):
 
     def close(self) -> None:
         """Close open files."""
-
-
-class MemoryPart:
-    """The single part of a spool whose records stayed in memory."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-
-    def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
-        found = self._data[offset : offset + len(buffer)]
-        buffer[: len(found)] = found
-        buffer[len(found) :] = bytes(len(buffer) - len(found))
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class PartFiles:
@@ -151,13 +86,27 @@ def unpack_record(stored: bytes) -> bytes | None:
 
 
 class ScratchFolder:
-    """A folder of scratch files, and of records of finished work.
+    """A folder of scratch files, and of records of finished work; "" stores nothing.
 
     A record appears by rename once it is complete.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+
+    def new_part(self, kind: str) -> str:
+        """Return an unused name for a scratch file, or "" if nothing is stored."""
+        return f"{kind}-{os.getpid()}-{secrets.token_hex(8)}" if self.path else ""
+
+    def keep(self, part: str) -> int:
+        """Take over a complete scratch file and return its size in bytes."""
+        return os.stat(f"{self.path}/{part}").st_size if part else 0
+
+    def size_of(self, name: str) -> int | None:
+        """Return the size of a file, or None if it does not exist."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(f"{self.path}/{name}").st_size
+        return None
 
     def parts(self, names: Sequence[str]) -> PartFiles:
         """Return scratch files, numbered in the order of `names`."""
@@ -334,3 +283,16 @@ def _block_keys(keys: Any, ordinals: list[int]) -> list[str]:
         generated_key(ordinal) if key is None else key
         for key, ordinal in zip(keys.to_pylist(), ordinals, strict=True)
     ]
+
+
+def describe_row(rows: Rows, reader: ScratchReader | None, place: int, first_ordinal: int) -> str:
+    """Describe a row by key and source, for messages; without a reader, by its position."""
+    if reader is None:
+        return f"row {place}"
+    ordinal = first_ordinal + place
+    held = reader.read(rows.records[place : place + 1], np.array([ordinal]))
+    block = held.block(0, 1, payloads=False)
+    name = f"sample {dict(block.originals).get(0, block.keys[0])!r}"
+    if not block.source_names or block.source_row is None:
+        return f"{name} (number {ordinal})"
+    return f"{name} ({block.source_names[0]} row {block.source_row[0]})"

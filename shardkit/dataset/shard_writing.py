@@ -11,7 +11,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.scratch import MIN_RUN_BYTES, ShardRows
+from shardkit.dataset.rows import ShardRows
+from shardkit.dataset.scratch import MIN_RUN_BYTES
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_plan import NewVersion
 from shardkit.formats import Row, RowBlock, Schema, ShardWriter, Sink, block_starts

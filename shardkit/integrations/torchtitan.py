@@ -20,8 +20,8 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 import shardkit
 from shardkit.errors import ConfigurationError, StateError
+from shardkit.formats.schema import BOUNDARIES
 from shardkit.loader import Batch
-from shardkit.loader.packed_rows import BOUNDARIES
 
 __all__ = ["PlanDataLoader"]
 

@@ -14,7 +14,8 @@ from shardkit.arrays import Int64s
 from shardkit.errors import ConfigurationError, MissingDependency, SampleError, UsageError
 from shardkit.extras import install_command
 from shardkit.formats import Schema, presence_of
-from shardkit.loader.packed_rows import BOUNDARIES, Documents, documents_of
+from shardkit.formats.schema import BOUNDARIES
+from shardkit.loader.packed_rows import Documents, documents_of
 from shardkit.notebook import value_text
 
 __all__ = [

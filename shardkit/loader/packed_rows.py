@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import SampleError, UsageError
-from shardkit.formats.schema import BOUNDARIES as BOUNDARIES
 
 
 @dataclass(frozen=True)

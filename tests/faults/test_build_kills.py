@@ -18,12 +18,12 @@ import pytest
 
 import shardkit
 import shardkit_tools
+from shardkit.dataset.scratch_reading import ScratchFolder
 from shardkit.errors import CommitConflict, IntegrityError, ShardkitError, StoreError, StoreFullError
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.store import parse_object_name
 from shardkit_tools.building import build_run, engines
-from shardkit_tools.building.job import LocalFolder
 from shardkit_tools.importers import source_files
 from tests.drills import drill_count
 from tests.faults.faulty_operations import FaultyOperations
@@ -322,7 +322,7 @@ def test_scratch_of_an_earlier_boot_is_verified_before_use(
     root = tmp_path / "root"
     job = job_of_a_stopped_build(source, root, monkeypatch)
     if damage == "flip":
-        LocalFolder(str(job)).put_record("boot", b"another boot")
+        ScratchFolder(str(job)).put_record("boot", b"another boot")
     else:
         (job / "boot").write_bytes(b"")  # as a power cut may leave it
     part = sorted(path for path in job.iterdir() if path.name.startswith("part-"))[1]

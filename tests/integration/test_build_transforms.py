@@ -344,17 +344,17 @@ def test_command_line(tmp_path: Path, tokenizer: Path, module: Module) -> None:
 KILLED = """
 import os, signal, sys
 import shardkit_tools
-from shardkit_tools.building.job import LocalFolder
+from shardkit.dataset.scratch_reading import ScratchFolder
 from shardkit_tools.importers import ImportOptions, line_ranges
 line_ranges._RANGE_BYTES, line_ranges.READ_BYTES = 500, 100
-real, left = LocalFolder.put_record, [int(sys.argv[4])]
+real, left = ScratchFolder.put_record, [int(sys.argv[4])]
 def record(folder, name, data):
     if name.startswith("task-"):
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         left[0] -= 1
     real(folder, name, data)
-LocalFolder.put_record = record
+ScratchFolder.put_record = record
 shardkit_tools.build(sys.argv[1], sys.argv[2], apply=sys.argv[3])
 """
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import shardkit
 import shardkit_tools
+from shardkit.dataset.scratch_reading import ScratchFolder
 from shardkit.errors import ConfigurationError, SourceError, UsageError
 from shardkit_tools.building import engines
 from shardkit_tools.building import packing as packing_module
-from shardkit_tools.building.job import LocalFolder
 from shardkit_tools.building.packing import pack
 from shardkit_tools.building.passes import RowMarks, first_of_equals
 from shardkit_tools.importers import ImportOptions, line_ranges
@@ -182,9 +182,9 @@ def test_a_build_that_is_killed_while_it_packs_goes_on(
     documents(tmp_path / "a.jsonl", LENGTHS)
     named: dict[str, Any] = {"options": OPTIONS, "pack": {"tokens": 64}}
     whole = shardkit_tools.build(tmp_path / "a.jsonl", tmp_path / "whole", **named)
-    put, left = LocalFolder.put_record, [4]
+    put, left = ScratchFolder.put_record, [4]
 
-    def put_or_die(folder: LocalFolder, name: str, data: bytes, **how: bool) -> None:
+    def put_or_die(folder: ScratchFolder, name: str, data: bytes, **how: bool) -> None:
         if name.startswith("packed-"):
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -192,7 +192,7 @@ def test_a_build_that_is_killed_while_it_packs_goes_on(
         put(folder, name, data, **how)
 
     def die() -> None:
-        monkeypatch.setattr(LocalFolder, "put_record", put_or_die)
+        monkeypatch.setattr(ScratchFolder, "put_record", put_or_die)
         shardkit_tools.build(tmp_path / "a.jsonl", tmp_path / "root", **named)
 
     assert run_in_child(die) == -signal.SIGKILL

@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit.errors import MissingDependency
 from shardkit.extras import install_command
+from shardkit.formats.schema import BOUNDARIES
 from shardkit.function_names import load_named
-from shardkit.loader.packed_rows import BOUNDARIES, documents_of
+from shardkit.loader.packed_rows import documents_of
 from shardkit.plan.permutation import derive
 
 from .configuration import Configuration, ModelConfig, expect

@@ -29,15 +29,8 @@ from shardkit.dataset.committing import (
     make_manifest,
 )
 from shardkit.dataset.layout import split_of
-from shardkit.dataset.scratch import (
-    RUN_BYTES,
-    Rows,
-    ShardRows,
-    join_parts,
-    scratch_folder,
-    sized_batch,
-    sized_run,
-)
+from shardkit.dataset.rows import Rows, ShardRows
+from shardkit.dataset.scratch import RowSpool, scratch_folder, sized_batch, sized_run
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, plan_version
 from shardkit.documents import encode
@@ -240,15 +233,17 @@ class BuildRun:
             reused=len(found),
             scratch_bytes=total if folder is not NO_FOLDER else 0,
         )
+        run_bytes = sized_run(total, self._version.settings.shard_size)
+        batch_bytes = sized_batch(run_bytes, total, self._version.settings.shard_size)
         make = functools.partial(
             ReadWorker,
             self._importer,
             self._encoder,
-            seed=self._seed,
+            open_spool=functools.partial(
+                RowSpool, seed=self._seed, run_bytes=run_bytes, batch_bytes=batch_bytes
+            ),
             folder=folder,
             skip=self._settings.skips,
-            run_bytes=(run_bytes := sized_run(total, self._version.settings.shard_size)),
-            batch_bytes=sized_batch(run_bytes, total, self._version.settings.shard_size),
             marks=self._marks,
         )
         here = is_small(self._engine, left, is_light=_is_copied(self._importer))
@@ -263,7 +258,7 @@ class BuildRun:
     def _lay_out(
         self, found: Sequence[TaskFacts], columns: list[Rows], base: Base | None, job: Job | None
     ) -> _Draft:
-        rows = join_parts(columns)
+        rows = Rows.join(columns)
         columns.clear()  # frees the copied columns: memory may not hold two row tables of 10⁸ rows
         if not len(rows):
             skipped = len(_skips_of(found))
@@ -307,15 +302,14 @@ class BuildRun:
         make = functools.partial(
             PackWorker,
             packing,
-            seed=self._seed,
+            open_spool=functools.partial(RowSpool, seed=self._seed),
             folder=job.folder if job is not None else NO_FOLDER,
             parts=[task.part for task in found],
-            run_bytes=RUN_BYTES,
         )
         for rows in self._engine.run(make, unfinished(), self._meter.add, here=is_small(self._engine, total)):
             made[rows.facts.number] = rows
         self._meter.end()
-        packed = join_parts([made[number].columns for number in range(len(made))])
+        packed = Rows.join([made[number].columns for number in range(len(made))])
         if not len(packed):
             raise SourceError(f"field {packing.field!r} is empty in every sample; there is nothing to pack")
         tokens = int(documents.marks[ITEMS].sum())

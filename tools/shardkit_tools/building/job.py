@@ -15,7 +15,6 @@ import contextlib
 import datetime as dt
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,25 +40,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _JOB = re.compile(rf"{_SCRATCH}/build-[0-9a-f]{{32}}/")
 
 
-class LocalFolder(ScratchFolder):
-    """A folder of this machine, or one that all machines mount; "" stores nothing."""
-
-    def new_part(self, kind: str) -> str:
-        """Return an unused name for a part, or "" if nothing is stored."""
-        return f"{kind}-{os.getpid()}-{secrets.token_hex(8)}" if self.path else ""
-
-    def keep(self, part: str) -> int:
-        """Take over a complete part and return its size in bytes."""
-        return os.stat(f"{self.path}/{part}").st_size if part else 0
-
-    def size_of(self, name: str) -> int | None:
-        """Return the size of a file, or None if it does not exist."""
-        with contextlib.suppress(FileNotFoundError):
-            return os.stat(f"{self.path}/{name}").st_size
-        return None
-
-
-NO_FOLDER = LocalFolder("")
+NO_FOLDER = ScratchFolder("")
 """Stores nothing; for dry runs."""
 
 
@@ -139,7 +120,7 @@ class _StoreParts(NamedTuple):
         """Do nothing."""
 
 
-JobFolder = LocalFolder | StoreFolder
+JobFolder = ScratchFolder | StoreFolder
 """Location of a build's files; picklable."""
 
 
@@ -168,7 +149,7 @@ class Job:
         self.path = f"{scratch_folder(repository, scratch)}/{name}"
         self.is_local = not is_remote or scratch is not None or isinstance(store, LocalStore)
         remote = StoreFolder(store, f"{_SCRATCH}/{name}/")
-        self.folder: JobFolder = LocalFolder(self.path) if self.is_local else remote
+        self.folder: JobFolder = ScratchFolder(self.path) if self.is_local else remote
         self.may_have_lost_pages = False  # objects are durable once they are put
         with explained(f"make the scratch directory {self.path}", writing=True):
             os.makedirs(self.path, exist_ok=True)

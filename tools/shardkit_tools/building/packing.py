@@ -6,29 +6,26 @@ the source of at most `_GROUP_BYTES`. Groups depend only on the documents, so th
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import CLASS_AXIS, EncodedRow
-from shardkit.dataset.scratch import Rows, RowSpool
-from shardkit.dataset.scratch_reading import Records, ScratchReader
+from shardkit.dataset.encoding import CLASS_AXIS, optional_numbers, spool_batch
+from shardkit.dataset.rows import Records, Rows, unwritten_records
+from shardkit.dataset.scratch import RowSpool
+from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.errors import ConfigurationError
-from shardkit.formats import RowBlock, Schema, raw_row_bytes
-from shardkit.formats.block import payloads_of
+from shardkit.formats import Schema, raw_row_bytes
+from shardkit.formats.block import JoinedPayloads, payloads_of
 from shardkit.formats.schema import BOUNDARIES
 from shardkit_tools.building.engines import Report
 from shardkit_tools.building.job import JobFolder
-from shardkit_tools.building.passes import ITEMS, TaskFacts, TaskRows
-
-_Piece: TypeAlias = tuple[int, int, int]  # (document, first item, items)
-_Held: TypeAlias = tuple[RowBlock, Mapping[str, Sequence[bytes | memoryview]]]
+from shardkit_tools.building.passes import ITEMS, TaskRows, spool_part
 
 _GROUP_BYTES = 64 * 2**20
 
@@ -61,6 +58,16 @@ class PackSettings:
         types = {field: f"{documents[field].dtype}[{length}]", BOUNDARIES: "int32[*]"}
         types |= {name: str(documents[name]) for name in kept}
         return cls(field, length, tuple(axes), documents, Schema.parse(types), format)
+
+    @property
+    def kept(self) -> list[str]:
+        """Fields to stratify by, with the value of a row's first document."""
+        return list(self.rows)[2:]
+
+    @property
+    def item_bytes(self) -> int:
+        """Size of an item of the field."""
+        return self.rows[self.field].numpy_dtype.itemsize
 
     def describe(self) -> dict[str, object]:
         """Return the entry in the recipe."""
@@ -132,108 +139,96 @@ class PackWorker:
 
     settings: PackSettings  # settings of packing
     _: KW_ONLY
-    seed: int | None  # seed of the shuffle, None to keep the order
+    open_spool: Callable[..., RowSpool]  # `RowSpool` with its settings
     folder: JobFolder  # the job directory
     parts: Sequence[str]  # names of the scratch files of the documents
-    run_bytes: int  # see `RowSpool`
 
     def __post_init__(self) -> None:
-        settings = self.settings
         self._parts = self.folder.parts(self.parts)
-        self._reader = ScratchReader(self._parts, settings.documents)
-        self._item_bytes = settings.rows[settings.field].numpy_dtype.itemsize
-        self._raw_bytes = functools.lru_cache(maxsize=4096)(
-            functools.partial(raw_row_bytes, settings.format, settings.rows)
-        )
+        self._reader = ScratchReader(self._parts, self.settings.documents)
 
     def close(self) -> None:
         self._parts.close()
 
     def work(self, item: Documents, report: Report) -> TaskRows:
         """Pack documents; in a job directory, also write the rows and their record."""
-        part = self.folder.new_part("packed")
-        spool = RowSpool(
-            self.folder.path,
-            part,
-            self.settings.rows,
-            seed=self.seed,
-            run_bytes=self.run_bytes,
-            always_file=bool(part),
-        )
-        try:
-            documents = self._documents(item) if part else None
-            for group, stratum in enumerate(item.stratum):
-                first, last = int(item.group_start[group]), int(item.group_start[group + 1])
-                for pieces in _rows(pack(item.items[first:last], self.settings.length), first):
-                    lead, at, _ = pieces[0]
-                    source, payloads, sizes = self._row(pieces, stratum, documents)
-                    split, size = int(item.split[lead]) or None, self._raw_bytes(sizes)
-                    row = EncodedRow(None, None, source, payloads, None, stratum, split, size)
-                    spool.append(row, _identity(item.identity[lead], at))
-            columns, kept = spool.finish()
-            if kept is not None:
-                kept.close()
-        except BaseException:
-            spool.drop()
-            raise
-        made = TaskRows(TaskFacts(item.number, part, self.folder.keep(part)), columns)
-        if part:
-            self.folder.put_record(item.record_name, made.to_bytes())
-        report(len(columns), item.raw_bytes)
+
+        def fill(spool: RowSpool) -> tuple[tuple[()], tuple[()]]:
+            groups = itertools.pairwise(item.group_start.tolist())
+            packings = [pack(item.items[first:last], self.settings.length) for first, last in groups]
+            packing = Packing.join(packings, item.group_start)
+            group = np.repeat(np.arange(len(packings), dtype=np.int32), [len(one) for one in packings])
+            batch = self._batch(item, packing) if spool.folder else None
+            spool.append(self._rows(item, packing, group), batch)
+            return (), ()
+
+        record = item.number, item.record_name
+        made = spool_part(self.folder, "packed", self.settings.rows, self.open_spool, record, fill)
+        report(len(made.columns), item.raw_bytes)
         return made
 
-    def _documents(self, item: Documents) -> _Held:
-        """Return documents in memory, and the payloads of each of their fields."""
-        records = self._reader.read(item.records, item.ordinal)
-        block = records.block(0, len(item.ordinal))
-        columns = zip(self.settings.documents.stored, block.columns, strict=True)
-        return block, {name: payloads_of(column) for name, column in columns}
+    def _rows(self, item: Documents, packing: Packing, group: NDArray[np.int32]) -> Rows:
+        """Return the table of the packed rows; `group` is the group of each."""
+        settings, lead = self.settings, packing.document[packing.row_start[:-1]]
+        begin = packing.start[packing.row_start[:-1]].tolist()
+        sizes: list[Any] = [settings.length * settings.item_bytes, 4 * (np.diff(packing.row_start) + 1)]
+        for name in settings.kept:
+            size: Any = settings.rows[name].item_bytes
+            if size is None:  # a stratify field of variable size is the text of the stratum
+                axis = settings.axes.index(name)
+                size = np.array([len(values[axis].encode()) for values in item.stratum])[group]
+            sizes.append(size)
+        raw_bytes = np.asarray(raw_row_bytes(settings.format, settings.rows, sizes), np.int64)
+        identity = [_identity(*of) for of in zip(item.identity[lead].tolist(), begin, strict=True)]
+        return Rows(
+            identity=np.array(identity, np.uint64).reshape(-1, 2),
+            stratum=group,
+            raw_bytes=np.ascontiguousarray(np.broadcast_to(raw_bytes, len(group))),
+            strata=item.stratum,
+            split=item.split[lead],
+            generated=np.ones(len(group), np.bool_),
+            records=unwritten_records(len(group)),
+        )
 
-    def _row(
-        self, pieces: list[_Piece], stratum: tuple[str, ...], documents: _Held | None
-    ) -> tuple[tuple[str, int] | None, tuple[bytes, ...], tuple[int, ...]]:
-        """Return (source, payloads, payload sizes) of a row; without documents, only sizes."""
+    def _batch(self, item: Documents, packing: Packing) -> Any:
+        """Return the record batch of the packed rows."""
         settings = self.settings
-        ends = np.cumsum([0, *(length for _, _, length in pieces)], dtype="<i4")
-        if documents is None:
-            # a stratify field of variable size is the text of the stratum
-            kept = (
-                len(stratum[settings.axes.index(name)].encode())
-                if kind.item_bytes is None
-                else kind.item_bytes
-                for name, kind in list(settings.rows.items())[2:]
-            )
-            return None, (), (settings.length * self._item_bytes, ends.nbytes, *kept)
-        lead, (block, held) = pieces[0][0], documents
-        payloads = (
-            self._join(pieces, held[settings.field]),
-            ends.tobytes(),
-            *(bytes(held[name][lead]) for name in list(settings.rows)[2:]),
+        block = self._reader.read(item.records, item.ordinal).block(0, len(item.ordinal))
+        columns = zip(settings.documents.stored, block.columns, strict=True)
+        held = {name: payloads_of(column) for name, column in columns}
+        lead = packing.document[packing.row_start[:-1]].tolist()
+        kept = [[held[name][document] for document in lead] for name in settings.kept]
+        assert block.source_id is not None, "scratch has the source of every row"
+        assert block.source_row is not None, "as above"
+        source = block.source_id[lead].tolist()
+        numbers = zip(source, block.source_row[lead].tolist(), strict=True)
+        return spool_batch(
+            settings.rows,
+            [self._items(packing, held[settings.field]), packing.boundaries(), *kept],
+            keys=(),
+            originals=(),
+            source_names=[block.source_names[name] if name >= 0 else None for name in source],
+            source_rows=optional_numbers([row if name >= 0 else None for name, row in numbers]),
         )
-        source = None
-        if block.source_id is not None and block.source_row is not None and block.source_id[lead] >= 0:
-            source = block.source_names[int(block.source_id[lead])], int(block.source_row[lead])
-        return source, payloads, tuple(map(len, payloads))
 
-    def _join(self, pieces: list[_Piece], documents: Sequence[bytes | memoryview]) -> bytes:
-        size = self._item_bytes
-        data = b"".join(
-            documents[document][start * size : (start + length) * size] for document, start, length in pieces
-        )
-        return data.ljust(self.settings.length * size, b"\0")
-
-
-def _rows(packing: Packing, base: int) -> Iterator[list[_Piece]]:
-    """Yield the pieces of each row; documents are numbered from ``base``."""
-    document = (base + packing.document).tolist()
-    pieces = list(zip(document, packing.start.tolist(), packing.length.tolist(), strict=True))
-    for first, last in itertools.pairwise(packing.row_start.tolist()):
-        yield pieces[first:last]
+    def _items(self, packing: Packing, documents: Sequence[bytes | memoryview]) -> NDArray[np.uint8]:
+        """Return the items of the packed rows, padded with zeros: uint8 (rows, bytes of a row)."""
+        size = self.settings.item_bytes
+        rows = np.zeros((len(packing), self.settings.length * size), np.uint8)
+        flat = rows.reshape(-1).data
+        row = np.repeat(np.arange(len(packing)), np.diff(packing.row_start))
+        to = (row * self.settings.length + packing.place) * size
+        begin, count = packing.start * size, packing.length * size
+        for place, document, first, taken in zip(
+            to.tolist(), packing.document.tolist(), begin.tolist(), count.tolist(), strict=True
+        ):
+            flat[place : place + taken] = documents[document][first : first + taken]
+        return rows
 
 
-def _identity(document: NDArray[np.uint64], start: int) -> tuple[int, int]:
+def _identity(document: tuple[int, int], start: int) -> tuple[int, int]:
     """Return the identity of a row, from its first piece."""
-    high, low = document.tolist()
+    high, low = document
     return divmod(xxhash.xxh3_128_intdigest(b"packed %d %d %d" % (high, low, start)), 2**64)
 
 
@@ -253,8 +248,35 @@ class Packing:
     start: NDArray[np.int64]
     length: NDArray[np.int64]
 
+    @classmethod
+    def join(cls, packings: Sequence[Packing], first: NDArray[np.int64]) -> Packing:
+        """Return several packings as one; documents of each are numbered from an entry of `first`."""
+        counts = np.concatenate([np.diff(one.row_start) for one in packings])
+        numbered = [one.document + start for one, start in zip(packings, first.tolist(), strict=False)]
+        return cls(
+            row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            document=np.concatenate(numbered),
+            start=np.concatenate([one.start for one in packings]),
+            length=np.concatenate([one.length for one in packings]),
+        )
+
     def __len__(self) -> int:
         return len(self.row_start) - 1
+
+    @property
+    def place(self) -> NDArray[np.int64]:
+        """(pieces,) items of the row before each piece."""
+        before = np.cumsum(self.length) - self.length
+        place: NDArray[np.int64] = before - np.repeat(before[self.row_start[:-1]], np.diff(self.row_start))
+        return place
+
+    def boundaries(self) -> JoinedPayloads:
+        """Return 0 and the ends of the pieces of each row, as payloads of int32."""
+        counts = np.diff(self.row_start)
+        ends = np.zeros(len(self.document) + len(self), "<i4")
+        row = np.repeat(np.arange(len(self)), counts)
+        ends[np.arange(len(row)) + row + 1] = self.place + self.length
+        return JoinedPayloads(ends.view(np.uint8), 4 * (counts + 1))
 
 
 def pack(lengths: NDArray[np.int64], capacity: int) -> Packing:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
 from shardkit.dataset.encoding import RowEncoder, index_array
-from shardkit.dataset.scratch import Rows, RowSpool, ShardRows
+from shardkit.dataset.rows import Rows, ShardRows
+from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import NewVersion
@@ -94,12 +95,6 @@ class RowMarks:
             schema[packed].numpy_dtype.itemsize if packed is not None else 1,
         )
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the columns, in the order of `marks`."""
-        unique = () if self.unique is None else (_HIGH, _LOW)
-        return unique if self.packed is None else (*unique, ITEMS)
-
     def marks(self, columns: Sequence[PayloadColumn]) -> dict[str, NDArray[np.uint64]]:
         """Return the marks of rows from the payloads of their stored columns."""
         found: dict[str, NDArray[np.uint64]] = {}
@@ -168,6 +163,39 @@ class TaskRows:
         return cls(dataclasses.replace(msgspec.convert(facts, TaskFacts), number=number), columns)
 
 
+def spool_part(
+    folder: JobFolder,
+    kind: str,
+    schema: Schema,
+    open_spool: Callable[..., RowSpool],
+    item: tuple[int, str],
+    fill: Callable[[RowSpool], tuple[tuple[SourceDigest, ...], Sequence[SkippedRow]]],
+) -> TaskRows:
+    """Spool the rows of a task; in a job directory, as a part with a record.
+
+    Args:
+        folder: the job directory.
+        kind: begin of the part's name.
+        schema: schema of the rows.
+        open_spool: `RowSpool` with its settings.
+        item: number and record name of the task.
+        fill: appends the rows to the spool, and returns digests of the task's files and skipped rows.
+    """
+    part = folder.new_part(kind)
+    spool = open_spool(folder.path, part, schema)
+    try:
+        files, skipped = fill(spool)
+        columns = spool.finish()
+    except BaseException:
+        spool.drop()
+        raise
+    number, record = item
+    rows = TaskRows(TaskFacts(number, part, folder.keep(part), files, tuple(skipped)), columns)
+    if part:
+        folder.put_record(record, rows.to_bytes())
+    return rows
+
+
 @dataclass
 class ReadWorker:
     """Reads tasks; one per process."""
@@ -175,11 +203,9 @@ class ReadWorker:
     importer: Importer  # importer of the source
     encoder: RowEncoder  # encoder of the dataset
     _: KW_ONLY
-    seed: int | None  # seed of the shuffle, None to keep the order
+    open_spool: Callable[..., RowSpool]  # `RowSpool` with its settings
     folder: JobFolder  # the job directory
     skip: bool  # leave out unreadable rows instead of failing; those of whole files are returned in any case
-    run_bytes: int  # see `RowSpool`
-    batch_bytes: int  # see `RowSpool`
     marks: RowMarks  # additional columns
 
     def __post_init__(self) -> None:
@@ -190,18 +216,8 @@ class ReadWorker:
 
     def work(self, item: ReadTask, report: Report) -> TaskRows:
         """Read a task; in a job directory, also write its record."""
-        part = self.folder.new_part("part")
-        spool = RowSpool(
-            self.folder.path,
-            part,
-            self.encoder.schema,
-            seed=self.seed,
-            run_bytes=self.run_bytes,
-            batch_bytes=self.batch_bytes,
-            always_file=bool(part),
-            marks=self.marks.names,
-        )
-        try:
+
+        def fill(spool: RowSpool) -> tuple[tuple[SourceDigest, ...], list[SkippedRow]]:
             with ThreadPoolExecutor(1, "digest") as digesting:
                 digested = item.task.files if item.digests else ()
                 digests = TaskDigests(digested, digesting, whole=self._reads_whole)
@@ -210,18 +226,10 @@ class ReadWorker:
                 files = digests.results()
             for file in item.task.files:
                 check_unchanged(file)
-            columns, kept = spool.finish()
-            if kept is not None:
-                kept.close()
-        except BaseException:
-            spool.drop()
-            raise
-        size = self.folder.keep(part)
-        facts = TaskFacts(item.number, part, size, files, tuple(skipped))
-        read = TaskRows(facts, columns)
-        if part:
-            self.folder.put_record(_record_name(item.task), read.to_bytes())
-        return read
+            return files, skipped
+
+        record = item.number, _record_name(item.task)
+        return spool_part(self.folder, "part", self.encoder.schema, self.open_spool, record, fill)
 
     def _decode(self, task: SourceTask, seen: FileObserver) -> DecodedStream:
         """Yield the rows of a task; an error of the source ends it, as a failure of row -1."""
@@ -272,11 +280,13 @@ class ReadWorker:
             return row_name(SourceSample({}, key, names[row], int(numbers[row])), paths)
 
         columns = stored_columns(self.encoder.schema, found.batch)
-        rows, errors = self.encoder.encode_rows(columns, found.origin, name_of)
-        if rows is not None:
-            spool.append_rows(dataclasses.replace(rows, marks=self.marks.marks(rows.columns)))
+        encoded = self.encoder.encode_rows(columns, found.origin, name_of)
+        if isinstance(encoded, tuple):
+            rows, batch = encoded
+            spool.append(dataclasses.replace(rows, marks=self.marks.marks(columns)), batch)
             spooled(len(rows), int(rows.raw_bytes.sum()))
             return []
+        errors = encoded
         good = np.array([row for row in range(len(names)) if row not in errors], np.int64)
         if len(good):
             self._take(
