@@ -29,12 +29,10 @@ from shardkit.formats import Schema
 from shardkit.manifest import (
     Lookup,
     Manifest,
-    PageRef,
     RowCosts,
     ShardRecord,
     ShardTable,
-    check_against,
-    paginate,
+    compose,
 )
 from shardkit.ranges import parse_size
 from shardkit.reading.blocks import BlockReader
@@ -106,16 +104,29 @@ def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[Sh
 
     The records' strata are numbered as in `Rows`; they get their numbers of the manifest here.
     """
-    base = plan.base
+    version, base = plan.version, plan.base
+    own = base.manifest if base else None
     numbered = (one._replace(segment_stratum=plan.of_stratum[one.segment_stratum]) for one in shards)
     table = ShardTable.from_records(numbered)
-    pages = paginate(table)
-    manifest = _root(repository, plan, table, tuple(ref for ref, _ in pages))
+    build = version.build_settings()
+    manifest, pages = compose(
+        table,
+        base=(base.manifest, base.version.table) if base else None,
+        schema=version.schema,
+        format=version.format,
+        compression=version.compression,
+        axes=version.axes,
+        strata=plan.strata(),
+        classes=version.classes,
+        sources=version.sources or (own.sources if own else None),
+        build={**own.build, "append": {**build, "rows": len(plan.rows)}} if own else build,
+        parent=own.id if own else None,
+        adopted=own is not None and own.adopted,
+        **_sidecars(repository, version, table, own),
+    )
+    put_manifest(repository, manifest, pages)
     if base is not None:
         table = ShardTable.concatenate([base.version.table, table])
-    Manifest.from_bytes(manifest.to_bytes())  # never write what readers reject
-    check_against(manifest, table)
-    put_manifest(repository, manifest, [data for _, data in pages])
     return MadeVersion(manifest, _put_splits(repository, plan, manifest, table))
 
 
@@ -124,29 +135,6 @@ def commit_version(to: Destination, made: MadeVersion) -> Moved:
     wanted = {name: manifest.id for name, manifest in made.splits.items()} | {to.ref: made.manifest.id}
     said = to.message or f"{made.manifest.rows} rows"
     return move_refs(to.repository, wanted, to.expected, message=said, author=to.author)
-
-
-def _root(
-    repository: Repository, plan: VersionPlan, table: ShardTable, pages: tuple[PageRef, ...]
-) -> Manifest:
-    """Return the manifest of the new shards; an append keeps the pages of the base before its own."""
-    version, own = plan.version, plan.base.manifest if plan.base else None
-    build = version.build_settings()
-    return Manifest(
-        schema=version.schema,
-        format=version.format,
-        compression=version.compression,
-        axes=version.axes,
-        strata=plan.strata(),
-        **{name: total + (getattr(own, name) if own else 0) for name, total in table.totals.items()},
-        pages=(own.pages if own else ()) + pages,
-        classes=version.classes,
-        sources=version.sources or (own.sources if own else None),
-        build={**own.build, "append": {**build, "rows": table.totals["rows"]}} if own else build,
-        parent=own.id if own else None,
-        adopted=own is not None and own.adopted,
-        **_sidecars(repository, version, table, own),
-    )
 
 
 def _sidecars(

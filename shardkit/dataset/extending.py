@@ -17,7 +17,7 @@ from shardkit.formats import RowBlock, Schema
 from shardkit.formats.arrow_payloads import stored_columns
 from shardkit.formats.arrow_writing import arrow_schema
 from shardkit.formats.compression import normalise_compression
-from shardkit.manifest import Manifest, ShardTable, check_against, extend, paginate
+from shardkit.manifest import Manifest, ShardTable, compose, extend
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 
@@ -88,22 +88,18 @@ def extend_version(
                 is_small=int(table.rows[shard]) < _SMALL_ROWS,
             )
         )
-    added_table = ShardTable.from_records(records)
-    pages = paginate(added_table)
-    added = Manifest(
+    added, pages = compose(
+        ShardTable.from_records(records),
         schema=fields.schema,
         format="arrow",
         compression=_COMPRESSION,
         axes=own.axes,
         strata=tuple(msgspec.structs.replace(stratum, selected=stratum.rows) for stratum in own.strata),
-        **added_table.totals,
-        pages=tuple(ref for ref, _ in pages),
         sources=sources,
         build=dict(note),
     )
-    check_against(added, added_table)
     extended = extend(own, added, parent=own.id)
-    put_manifest(repository, added, [data for _, data in pages])
+    put_manifest(repository, added, pages)
     put_manifest(repository, extended, [])
     return extended
 

@@ -10,67 +10,31 @@ import msgspec
 from shardkit.errors import SchemaError, UsageError
 from shardkit.formats.schema import Schema
 from shardkit.manifest.manifest import MIXED, Manifest, Stratum
-from shardkit.manifest.shard_table import ShardTable, paginate, stratum_counts
+from shardkit.manifest.shard_table import ShardTable, check_against, paginate
 
 
 def compose(
-    table: ShardTable,
-    *,
-    schema: Schema,
-    format: str,
-    compression: str,
-    axes: Sequence[str] = (),
-    strata: Sequence[tuple[str, ...]] = ((),),
-    pool: int | None = None,
-    in_pool: Sequence[tuple[tuple[str, ...], int, int]] = (),
-    classes: Sequence[str] = (),
-    sources: str | None = None,
-    build: Mapping[str, Any] | None = None,
-    parent: str | None = None,
-    adopted: bool = False,
+    table: ShardTable, *, base: tuple[Manifest, ShardTable] | None = None, **fields: Any
 ) -> tuple[Manifest, list[bytes]]:
-    """Return the manifest of a table and its pages; totals are counted from the table.
+    """Return the manifest of new shards and its pages; totals and pages are made here.
 
     Args:
-        table: Shards in manifest order.
-        schema: Schema of the samples.
-        format: ``tar``, ``arrow`` or ``rows``.
-        compression: Compression as normalised by `shardkit.formats`.
-        axes: Names of the values of a stratum.
-        strata: Values of the strata, in the numbering of `table.segment_stratum`.
-        pool: Number of the pool in `strata`, or None.
-        in_pool: (values, rows, selected) of the strata whose rows are in the pool; they are listed last.
-        classes: Names of folder classes.
-        sources: Digest of the object that lists the imported files.
-        build: Settings that determined the bytes.
-        parent: Id of the version from which this one was made.
-        adopted: Some shards are files of other owners.
+        table: The new shards in manifest order.
+        base: A version whose shards and pages precede them.
+        fields: All other fields of the manifest.
 
     Returns:
-        The manifest, and its pages as bytes in the order of `Manifest.pages`. Store the pages before the manifest.
+        The manifest, and the new pages as bytes in the order of `Manifest.pages`. Store the pages before the manifest.
+
+    Raises:
+        FormatError: The fields contradict the table.
     """
-    rows, selected = stratum_counts(table, len(strata))
-    listed = [
-        Stratum(tuple(values), int(rows[number]), int(selected[number]), pooled=number == pool)
-        for number, values in enumerate(strata)
-    ]
-    listed += [Stratum(tuple(values), n, s, in_pool=True) for values, n, s in in_pool]
     pages = paginate(table)
-    manifest = Manifest(
-        schema=schema,
-        format=format,
-        compression=compression,
-        axes=tuple(axes),
-        strata=tuple(listed),
-        **table.totals,
-        pages=tuple(ref for ref, _ in pages),
-        classes=tuple(classes),
-        sources=sources,
-        build=dict(build or {}),
-        parent=parent,
-        adopted=adopted,
-    )
+    before, whole = (base[0], ShardTable.concatenate([base[1], table])) if base else (None, table)
+    refs = (*(before.pages if before else ()), *(ref for ref, _ in pages))
+    manifest = Manifest(**whole.totals, pages=refs, **fields)
     Manifest.from_bytes(manifest.to_bytes())  # do not write a manifest that readers reject
+    check_against(manifest, whole)
     return manifest, [data for _, data in pages]
 
 

@@ -16,26 +16,19 @@ from shardkit.documents import encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.formats.schema import Schema
-from shardkit.manifest import Manifest, Selection, ShardRecord, ShardTable, compose, merge, pack_page
+from shardkit.manifest import Manifest, Selection, ShardRecord, ShardTable, merge, pack_page
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, load_manifest, put_location, put_manifest, put_selection
 from shardkit.stores.local import LocalStore
-from tests.property.shard_tables import made_up_digest, made_up_table
+from tests.property.shard_tables import composed, made_up_digest, made_up_table
 
 SCHEMA = Schema.parse({"x": "int64"})
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def plain(table: ShardTable) -> tuple[Manifest, list[bytes]]:
-    return compose(
-        table,
-        schema=SCHEMA,
-        format="tar",
-        compression="none",
-        axes=("label",),
-        strata=[("a",), ("b",), ("c",)],
-    )
+    return composed(table, [("a",), ("b",), ("c",)], schema=SCHEMA, axes=("label",))
 
 
 def with_page(page: bytes) -> bytes:

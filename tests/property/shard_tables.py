@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
+from typing import Any
 
-from shardkit.manifest import Selection, ShardRecord, ShardTable
+from shardkit.formats import Schema
+from shardkit.manifest import Manifest, Selection, ShardRecord, ShardTable, Stratum, compose, stratum_counts
 
-__all__ = ["made_up_digest", "made_up_records", "made_up_table"]
+__all__ = ["composed", "made_up_digest", "made_up_records", "made_up_table"]
 
 
 def made_up_digest(*names: object) -> str:
@@ -66,3 +69,24 @@ def made_up_records(
 def made_up_table(seed: int, shards: int, strata: int = 3, *, selected: bool = False) -> ShardTable:
     """The table of `made_up_records`."""
     return ShardTable.from_records(made_up_records(seed, shards, strata, selected=selected)[0])
+
+
+def composed(
+    table: ShardTable,
+    values: Sequence[tuple[str, ...]] = ((),),
+    in_pool: Sequence[Stratum] = (),
+    **fields: Any,
+) -> tuple[Manifest, list[bytes]]:
+    """The manifest of a table, and its pages; a stratum named ``*pool*`` is the pool."""
+    rows, selected = stratum_counts(table, len(values))
+    strata = [
+        Stratum(of, int(rows[number]), int(selected[number]), pooled=of == ("*pool*",))
+        for number, of in enumerate(values)
+    ]
+    named: dict[str, Any] = {
+        "format": "tar",
+        "compression": "none",
+        "axes": (),
+        "schema": Schema.parse({"x": "int64"}),
+    }
+    return compose(table, strata=(*strata, *in_pool), **(named | fields))

@@ -11,11 +11,11 @@ import pytest
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.formats.schema import Schema
-from shardkit.manifest import ShardTable, compose, merge
+from shardkit.manifest import ShardTable, merge
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest, put_manifest, put_selection
 from tests.drills import drill_count
-from tests.property.shard_tables import made_up_records
+from tests.property.shard_tables import composed, made_up_records
 
 SCHEMA = Schema.parse({"image": "bytes", "label": "int64"})
 
@@ -28,15 +28,9 @@ def build(root: Path) -> None:
         records, selections = made_up_records(seed, 5, 3, selected=True)
         for selection in selections.values():
             put_selection(repository, selection)
-        manifest, pages = compose(
-            ShardTable.from_records(records),
-            schema=SCHEMA,
-            format="tar",
-            compression="none",
-            axes=("label",),
-            strata=[("a",), ("b",), ("c",)],
-            build={"seed": seed},
-        )
+        table = ShardTable.from_records(records)
+        strata = [("a",), ("b",), ("c",)]
+        manifest, pages = composed(table, strata, schema=SCHEMA, axes=("label",), build={"seed": seed})
         put_manifest(repository, manifest, pages)
         repository.commit({f"v{seed}": manifest.id}, {f"tag{seed}": manifest.id}, message=f"version {seed}")
         versions.append((f"v{seed}", manifest))

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from shardkit.documents import sha256_digest
 from shardkit.errors import FormatError, UsageError
-from shardkit.formats.schema import Schema
 from shardkit.manifest import (
     SHARDS_PER_PAGE,
     Manifest,
     PageRef,
     ShardRecord,
     ShardTable,
-    compose,
+    Stratum,
     merge,
     pack_page,
     paginate,
@@ -29,9 +28,8 @@ from shardkit.manifest import (
     unpack_page,
 )
 from shardkit.manifest.shard_table import SEGMENT_COLUMNS, SHARD_COLUMNS
-from tests.property.shard_tables import made_up_digest, made_up_records, made_up_table
+from tests.property.shard_tables import composed, made_up_digest, made_up_records, made_up_table
 
-SCHEMA = Schema.parse({"x": "int64"})
 seeds = st.integers(0, 10_000)
 
 
@@ -136,14 +134,7 @@ def test_a_hundred_thousand_shards_are_columns_only() -> None:
         segment_rows=rows.ravel(),
         segment_selected=rows.ravel(),
     )
-    manifest, pages = compose(
-        table,
-        schema=SCHEMA,
-        format="tar",
-        compression="none",
-        axes=("label",),
-        strata=[(str(n),) for n in range(segments)],
-    )
+    manifest, pages = composed(table, [(str(n),) for n in range(segments)], axes=("label",))
     assert len(pages) == 25
     assert manifest.rows == int(rows.sum())
     assert len(manifest.to_bytes()) < 10_000
@@ -199,15 +190,7 @@ def test_the_same_content_is_the_same_bytes_however_it_was_made() -> None:
     strata = [("a",), ("b",), ("c",), ("d",)]
 
     def made(table: ShardTable) -> tuple[str, list[bytes]]:
-        manifest, pages = compose(
-            table,
-            schema=SCHEMA,
-            format="tar",
-            compression="zstd:3",
-            axes=("label",),
-            strata=strata,
-            build={"seed": 1, "a": "b"},
-        )
+        manifest, pages = composed(table, strata, axes=("label",), build={"seed": 1, "a": "b"})
         return manifest.id, pages
 
     expected = made(whole)
@@ -230,15 +213,14 @@ def test_the_same_content_is_the_same_bytes_however_it_was_made() -> None:
 
 
 def two_parts() -> tuple[Manifest, Manifest]:
-    one, _ = compose(
-        made_up_table(1, 5, 2, selected=True), schema=SCHEMA, format="tar", compression="none",
-        axes=("label",), strata=[("a",), ("b",)], classes=["cat", "dog"],
-    )  # fmt: skip
+    one, _ = composed(
+        made_up_table(1, 5, 2, selected=True), [("a",), ("b",)], axes=("label",), classes=("cat", "dog")
+    )
     table = made_up_table(2, 3, 3)
     pooled = int(table.segment_rows[table.segment_stratum == 2].sum())
-    two, _ = compose(
-        table, schema=SCHEMA, format="arrow", compression="zstd:3",
-        axes=("label",), strata=[("b",), ("c/d",), ("*pool*",)], pool=2, in_pool=[(("x",), pooled, pooled)],
+    two, _ = composed(
+        table, [("b",), ("c/d",), ("*pool*",)], [Stratum(("x",), pooled, pooled, in_pool=True)],
+        format="arrow", compression="zstd:3", axes=("label",),
     )  # fmt: skip
     return one, two
 

@@ -14,11 +14,12 @@ import pytest
 from shardkit.documents import encode
 from shardkit.errors import FormatError, SchemaError, UsageError
 from shardkit.formats.schema import Schema
-from shardkit.manifest import Manifest, Stratum, check_against, compose, merge
-from tests.property.shard_tables import made_up_digest, made_up_table
+from shardkit.manifest import Manifest, Stratum, check_against, merge
+from tests.property.shard_tables import composed, made_up_digest, made_up_table
 
 SCHEMA = Schema.parse({"image": "bytes", "label": "int64"})
 TABLE = made_up_table(5, 6, 3, selected=True)
+STRATA = [("0", "web"), ("1", "web"), ("1", "book")]
 
 
 def small(**changes: Any) -> Manifest:
@@ -27,13 +28,12 @@ def small(**changes: Any) -> Manifest:
         "format": "tar",
         "compression": "none",
         "axes": ("label", "source"),
-        "strata": [("0", "web"), ("1", "web"), ("1", "book")],
-        "classes": ["cat", "dog"],
+        "classes": ("cat", "dog"),
         "build": {"seed": 0, "shuffle": True, "shard_size": 2**28, "importer": "folder"},
         "parent": made_up_digest("parent"),
         "sources": made_up_digest("sources"),
     }
-    return compose(TABLE, **(settings | changes))[0]
+    return composed(TABLE, STRATA, **(settings | changes))[0]
 
 
 def test_round_trip() -> None:
@@ -200,7 +200,7 @@ def test_root_and_pages_must_agree() -> None:
         with pytest.raises(FormatError, match=manifest.id):
             check_against(manifest, other)
     with pytest.raises(FormatError, match="stratum 2, there are 2"):
-        compose(TABLE, schema=SCHEMA, format="tar", compression="none", axes=("a",), strata=[("x",), ("y",)])
+        composed(TABLE, [("x",), ("y",)], axes=("a",))
 
 
 def test_merge_refuses_other_schemas_and_nothing() -> None:

@@ -10,20 +10,16 @@ import pytest
 
 from shardkit.documents import encode
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
-from shardkit.manifest import Lookup, LookupPiece, Manifest, compose
+from shardkit.manifest import Lookup, LookupPiece, Manifest
 from shardkit.reading.adopted_places import location_name
 from shardkit.repository.log import LogEntry, check_succession
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import PartLocation, find_part, put_location
-from tests.property.shard_tables import made_up_digest, made_up_table
+from tests.property.shard_tables import composed, made_up_digest, made_up_table
 
 
 def manifest() -> Manifest:
-    from shardkit.formats import Schema
-
-    table = made_up_table(1, 4, strata=1)
-    made, _ = compose(table, schema=Schema.parse({"x": "str"}), format="tar", compression="none")
-    return made
+    return composed(made_up_table(1, 4, strata=1))[0]
 
 
 def lookup(field: str, *shards: int) -> Lookup:

@@ -27,7 +27,7 @@ from shardkit.dataset.committing import (
 from shardkit.documents import Record, decode, encode
 from shardkit.errors import FormatError, SourceError, UsageError
 from shardkit.formats import Schema
-from shardkit.manifest import Manifest, ShardRecord, ShardTable, Stratum, check_against, compose
+from shardkit.manifest import Manifest, ShardRecord, ShardTable, Stratum, compose
 from shardkit.reading.adopted_places import move_adopted, put_adopted
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
@@ -346,13 +346,12 @@ class _Adopting:
             schema=self.source.schema,
             format=self.source.shard_format,
             compression="none",
-            axes=self.axes,
-            strata=list(strata),
-            classes=self.source.classes,
+            axes=tuple(self.axes),
+            strata=tuple(Stratum(labels, rows, rows) for labels, rows in strata.items()),
+            classes=tuple(self.source.classes),
             build={"source": {"importer": "adopt"}, "block_size": self.block_bytes},
             adopted=True,
         )
-        check_against(manifest, table)
         put_manifest(repository, manifest, pages)
         self._meter.end()
         return manifest
