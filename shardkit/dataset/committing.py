@@ -93,7 +93,7 @@ def write_version(to: Destination, version: NewVersion, columns: Sequence[Rows],
     with contextlib.closing(parts):
         reader = ScratchReader(parts, version.schema)
         plan = plan_version(version, rows, to.base, reader)
-        shards = [write_shard(to.repository, reader, shard, version) for shard in plan.shards()]
+        shards = [shard.record(write_shard(to.repository, reader, shard, version)) for shard in plan.shards()]
     made = make_manifest(to.repository, plan, shards)
     commit_version(to, made)
     return made.manifest

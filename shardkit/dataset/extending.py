@@ -76,18 +76,18 @@ def extend_version(
     records = []
     for shard in range(len(table)):
         segments = slice(int(table.segment_starts[shard]), int(table.segment_starts[shard + 1]))
-        records.append(
-            publish_shard(
-                repository,
-                blocks.of_shard(shard),
-                format="arrow",
-                compression=_COMPRESSION,
-                schema=fields.schema,
-                block_rows=int(table.block_rows[shard]),
-                segments=(table.segment_stratum[segments], table.segment_rows[segments]),
-                is_small=int(table.rows[shard]) < _SMALL_ROWS,
-            )
+        block_rows = int(table.block_rows[shard])
+        written = publish_shard(
+            repository,
+            blocks.of_shard(shard),
+            format="arrow",
+            compression=_COMPRESSION,
+            schema=fields.schema,
+            block_rows=block_rows,
+            is_small=int(table.rows[shard]) < _SMALL_ROWS,
         )
+        segment_stratum, segment_rows = table.segment_stratum[segments], table.segment_rows[segments]
+        records.append(written.record(block_rows, segment_stratum, segment_rows))
     added, pages = compose(
         ShardTable.from_records(records),
         schema=fields.schema,

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.costs import covers, read_piece, write_piece
 from shardkit.dataset.lookups import Entries
+from shardkit.dataset.rows import PublishedShard
 from shardkit.dataset.shard_writing import publish_shard
 from shardkit.dataset.store_survey import StoreSurvey, shard_pair, version_reader
 from shardkit.documents import Document, decode, encode
@@ -67,17 +68,6 @@ class ErasurePlan(Document, frozen=True, kw_only=True, tag="shardkit-erasure/1")
         return sha256_digest(encode(self)).removeprefix("sha256:")[:32]
 
 
-class NewShard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Replacement of a shard with erased rows; `digest` is "" if no row was left."""
-
-    digest: str
-    size: int
-    index_digest: str
-    index_size: int
-    largest_block: int
-    raw_bytes: int
-
-
 class ErasureReport(msgspec.Struct, forbid_unknown_fields=True):
     """Result of an erasure."""
 
@@ -101,7 +91,7 @@ class ErasureReport(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Objects(Document, frozen=True, kw_only=True, tag="shardkit-erasure/1"):
-    shards: dict[str, NewShard]
+    shards: dict[str, PublishedShard]
     report: ErasureReport
 
 
@@ -128,12 +118,12 @@ class ErasureJournal:
         """Make the plan durable; from then on the erasure will be finished."""
         self._store.put_new(f"{self._folder}plan.json", encode(self.plan))
 
-    def write(self, shards: dict[str, NewShard], report: ErasureReport) -> None:
+    def write(self, shards: dict[str, PublishedShard], report: ErasureReport) -> None:
         """Record replacements and objects to delete, before anything that they depend on is deleted."""
         document = _Objects(shards=shards, report=report)
         put_over(self._store, f"{self._folder}objects.json", encode(document))
 
-    def read(self) -> tuple[dict[str, NewShard], ErasureReport]:
+    def read(self) -> tuple[dict[str, PublishedShard], ErasureReport]:
         """Return what `write` recorded, or no shards and a new report if it was not called."""
         try:
             found = _read(self._store, f"{self._folder}objects.json", _Objects)
@@ -187,7 +177,7 @@ class Rewriter:
     repository: Repository  # repository of the rows
     plan: ErasurePlan  # rows to erase
     shards: dict[
-        str, NewShard
+        str, PublishedShard
     ]  # replacements from an earlier attempt, whose originals may be deleted, and new ones
     empty_strata: set[str] = field(default_factory=set)
 
@@ -285,12 +275,9 @@ class Rewriter:
             return None
         new_selected = np.add.reduceat((keep & mask).astype(np.int64), starts)
         left = Selection.from_mask(mask[keep])
-        return ShardRecord(
-            **msgspec.structs.asdict(new),
-            block_rows=int(page.block_rows[shard]),
-            segment_stratum=page.segment_stratum[segments][new_rows > 0],
-            segment_rows=new_rows[new_rows > 0],
-            segment_selected=new_selected[new_rows > 0],
+        stratum, stays = page.segment_stratum[segments], new_rows > 0
+        return new.record(int(page.block_rows[shard]), stratum[stays], new_rows[stays])._replace(
+            segment_selected=new_selected[stays],
             selection_digest=None if left.count == left.rows else put_selection(self.repository, left).digest,
         )
 
@@ -302,7 +289,7 @@ class Rewriter:
         reader: BlockReader,
         keep: NDArray[np.bool_],
         segment_rows: NDArray[np.int64],
-    ) -> NewShard:
+    ) -> PublishedShard:
         """Return the shard without the erased rows; all other rows stay as they are, in the same order."""
         block_rows = int(page.block_rows[shard])
         # Another manifest may divide the same bytes into other segments, and then needs other blocks.
@@ -311,21 +298,19 @@ class Rewriter:
         cut.update(np.array([block_rows, *segment_rows], dtype="<i8").tobytes())
         key = cut.hexdigest()
         if key not in self.shards and not keep.any():
-            self.shards[key] = NewShard("", 0, "", 0, 0, 0)
+            self.shards[key] = PublishedShard("", 0, "", 0, 0, 0)
         if key not in self.shards:
             rows = _kept_rows(reader, shard, keep)
             borders = block_starts([n for n in segment_rows.tolist() if n], block_rows).tolist()
-            made = publish_shard(
+            self.shards[key] = publish_shard(
                 self.repository,
                 (list(islice(rows, stop - start)) for start, stop in pairwise(borders)),
                 format=manifest.format,
                 compression=manifest.compression,
                 schema=manifest.schema,
                 block_rows=block_rows,
-                segments=((), ()),  # each manifest has its own segments
                 is_small=True,
             )
-            self.shards[key] = NewShard(*(getattr(made, name) for name in NewShard.__struct_fields__))
         return self.shards[key]
 
     def _pieces(

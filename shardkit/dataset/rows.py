@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.layout import RowTable
 from shardkit.formats import pack_columns, unpack_columns
+from shardkit.manifest import ShardRecord
 
 BATCH: Final = np.dtype([
     ("part", np.int32),  # number of the part
@@ -144,6 +146,31 @@ class Rows(RowTable):
         return rows, columns.meta["part"]
 
 
+class PublishedShard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A shard and its index, as objects; the manifest also needs their segments."""
+
+    digest: str  # "" if an erasure left no row of it
+    size: int
+    index_digest: str
+    index_size: int
+    largest_block: int  # raw bytes
+    raw_bytes: int
+
+    def record(
+        self,
+        block_rows: int,
+        segment_stratum: Sequence[int] | NDArray[np.int32],
+        segment_rows: Sequence[int] | NDArray[np.int64],
+    ) -> ShardRecord:
+        """Return the entry of a manifest: the segments have these strata and numbers of rows, in row order."""
+        return ShardRecord(
+            **msgspec.structs.asdict(self),
+            block_rows=block_rows,
+            segment_stratum=segment_stratum,
+            segment_rows=segment_rows,
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardRows:
     """Content of one shard; arrays have one entry per row, in row order."""
@@ -170,6 +197,10 @@ class ShardRows:
         if self.stratum is not None:
             digest.update(np.ascontiguousarray(self.stratum).data)
         return digest.hexdigest()
+
+    def record(self, shard: PublishedShard) -> ShardRecord:
+        """Return the entry of these rows in a manifest, with strata numbered as in `Rows`."""
+        return shard.record(self.block_rows, self.segment_stratum, self.segment_rows)
 
     def __str__(self) -> str:
         return f"shard {self.number} ({len(self.ordinal)} rows)"

@@ -24,7 +24,7 @@ from shardkit.dataset.rows import Records, Rows
 from shardkit.errors import IntegrityError
 from shardkit.formats import RowBlock, Schema, generated_key, generated_keys
 from shardkit.formats.arrow_payloads import payload_column
-from shardkit.formats.block import PayloadColumn, sizes_of
+from shardkit.formats.block import PayloadColumn
 from shardkit.stores.file_operations import Directories, Handle, active, explained, read_exactly, write_all
 
 _CHECK_BYTES = 8  # size of the XXH3-64 in front of a record of finished work
@@ -228,14 +228,6 @@ class SpooledRows:
         self._rows = rows  # a record batch
         self._places = places  # position of each row in it
         self._ordinal = ordinal
-
-    @property
-    def payload_bytes(self) -> NDArray[np.int64]:
-        """(rows + 1,) cumulative bytes of payloads, beginning with 0."""
-        found = np.zeros(len(self._ordinal) + 1, np.int64)
-        sizes = np.add.reduce([sizes_of(column) for column in self._columns(self._rows)])
-        np.cumsum(sizes[self._places], out=found[1:])
-        return found
 
     def _columns(self, rows: Any) -> list[PayloadColumn]:
         return [payload_column(kind, rows.column(n)) for n, kind in enumerate(self._schema.values())]

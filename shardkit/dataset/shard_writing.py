@@ -11,12 +11,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.rows import ShardRows
+from shardkit.dataset.rows import PublishedShard, ShardRows
 from shardkit.dataset.scratch import MIN_RUN_BYTES
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.version_plan import NewVersion
 from shardkit.formats import Row, RowBlock, Schema, ShardWriter, Sink, block_starts
-from shardkit.manifest import ShardRecord
 from shardkit.repository.repository import Repository
 
 # Below this size, starting threads costs more than it saves.
@@ -40,10 +39,10 @@ def write_shard(
     version: NewVersion,
     *,
     on_block: Callable[[int, int], None] | None = None,
-) -> ShardRecord:
+) -> PublishedShard:
     """Write and publish one shard and its index; objects that exist already are kept.
 
-    `on_block` is called with (rows, payload bytes) after every few blocks.
+    `on_block` is called with (rows, raw bytes) after every few blocks.
     """
 
     def blocks() -> Iterator[RowBlock]:
@@ -59,7 +58,6 @@ def write_shard(
         compression=version.compression,
         schema=version.schema,
         block_rows=rows.block_rows,
-        segments=(rows.segment_stratum, rows.segment_rows),
         is_small=rows.raw_bytes < _SMALL_BYTES,
     )
 
@@ -72,12 +70,10 @@ def publish_shard(
     compression: str,
     schema: Schema,
     block_rows: int,
-    segments: tuple[Sequence[int] | NDArray[np.int32], Sequence[int] | NDArray[np.int64]],
     is_small: bool = False,
-) -> ShardRecord:
+) -> PublishedShard:
     """Publish blocks of rows as a shard and its index; objects that exist already are kept.
 
-    `segments` are the stratum and the number of rows of each segment, in row order.
     Other threads hash and write a block while the next one is read and encoded, unless the shard `is_small`:
     then threads would not pay.
     """
@@ -100,50 +96,42 @@ def publish_shard(
         # Each waits for the disk a few times; nothing names either yet, so their order is free.
         put_index = behind.beside(lambda: repository.put_object(index.to_bytes(), "index"))
         shard, sidecar = repository.publish(staged, format), put_index()
-    return ShardRecord(
-        digest=shard.digest,
-        size=shard.size,
-        index_digest=sidecar.digest,
-        index_size=sidecar.size,
-        block_rows=block_rows,
-        largest_block=int(index.block_raw_size.max()),
-        raw_bytes=int(index.block_raw_size.sum()),
-        segment_stratum=segments[0],
-        segment_rows=segments[1],
+    return PublishedShard(
+        shard.digest,
+        shard.size,
+        sidecar.digest,
+        sidecar.size,
+        int(index.block_raw_size.max()),
+        int(index.block_raw_size.sum()),
     )
 
 
 def _blocks(reader: ScratchReader, rows: ShardRows) -> Iterator[tuple[RowBlock, int]]:
-    """Yield a few encoded blocks at a time and their payload bytes; blocks restart at segment borders."""
+    """Yield a few encoded blocks at a time and their raw bytes; blocks restart at segment borders."""
     borders = block_starts(rows.segment_rows.tolist(), rows.block_rows)
+    before = np.concatenate([[0], np.cumsum(rows.row_bytes)])[borders]  # raw bytes before each block
     gather_bytes = min(_GATHER_BYTES, max(_MIN_GATHER_BYTES, _num_runs(rows) * _RANGE_BYTES))
-    size_before = np.concatenate([[0], np.cumsum(rows.row_bytes)])[borders]
-    most = max(1, _TOGETHER_BYTES * (len(borders) - 1) // max(1, rows.raw_bytes))
-    first = 0
-    while first < len(borders) - 1:
-        limit = int(size_before[first]) + gather_bytes
-        last = max(first + 1, int(np.searchsorted(size_before, limit, side="right")) - 1)
+    for first, last in _groups(before, gather_bytes):
         begin, end = int(borders[first]), int(borders[last])
         held = reader.read(rows.records[begin:end], rows.ordinal[begin:end])
-        inside = borders[first : last + 1] - begin
-        for part, size in _encoded_together(inside, held.payload_bytes[inside], most):
-            start, stop = int(part[0]), int(part[-1])
-            stratum = rows.stratum[begin + start : begin + stop] if rows.stratum is not None else None
-            yield held.block(start, stop, stratum, ends=(part[1:] - start).tolist()), size
+        for low, high in _groups(before[first : last + 1], _TOGETHER_BYTES):
+            inside = borders[first + low : first + high + 1]
+            start, stop = int(inside[0]), int(inside[-1])
+            stratum = rows.stratum[start:stop] if rows.stratum is not None else None
+            block = held.block(start - begin, stop - begin, stratum, ends=(inside[1:] - start).tolist())
+            yield block, int(before[first + high] - before[first + low])
         del held  # frees the buffer before the reader allocates another
-        first = last
 
 
-def _encoded_together(
-    borders: NDArray[np.int64], bytes_before: NDArray[np.int64], most: int
-) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Yield the borders of up to `most` blocks and their payload bytes; a large block comes alone."""
+def _groups(before: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) of consecutive blocks of at most `most` bytes; a larger block comes alone.
+
+    `before` is (blocks + 1,) bytes before each block.
+    """
     first = 0
-    while first < len(borders) - 1:
-        limit = bytes_before[first] + _TOGETHER_BYTES
-        last = max(first + 1, int(np.searchsorted(bytes_before, limit, side="right")) - 1)
-        last = min(last, first + most)
-        yield borders[first : last + 1], int(bytes_before[last] - bytes_before[first])
+    while first < len(before) - 1:
+        last = max(first + 1, int(np.searchsorted(before, before[first] + most, side="right")) - 1)
+        yield first, last
         first = last
 
 

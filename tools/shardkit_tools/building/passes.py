@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
 from shardkit.dataset.encoding import RowEncoder, index_array
-from shardkit.dataset.rows import Rows, ShardRows
+from shardkit.dataset.rows import PublishedShard, Rows, ShardRows
 from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.scratch_reading import ScratchReader
 from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import NewVersion
-from shardkit.documents import decode_plain, encode
+from shardkit.documents import Record, encode
+from shardkit.documents import decode as decode_document
 from shardkit.errors import (
     ConfigurationError,
     FormatError,
@@ -384,16 +385,15 @@ class WriteWorker:
 
     def work(self, item: ShardRows, report: Report) -> tuple[int, ShardRecord]:
         """Write a shard and its record; return its number and the manifest's entry."""
-        written = write_shard(self.repository, self._reader, item, self.version, on_block=report)
-        record = {
-            "fingerprint": item.fingerprint(),
-            "shard": [written.digest, written.size],
-            "index": [written.index_digest, written.index_size],
-            "largest_block": written.largest_block,
-            "raw_bytes": written.raw_bytes,
-        }
-        self.folder.put_record(_shard_record_name(item), encode(record))
-        return item.number, written
+        shard = write_shard(self.repository, self._reader, item, self.version, on_block=report)
+        done = _FinishedShard(fingerprint=item.fingerprint(), shard=shard)
+        self.folder.put_record(_shard_record_name(item), encode(done))
+        return item.number, item.record(shard)
+
+
+class _FinishedShard(Record, frozen=True, kw_only=True):
+    fingerprint: str  # see `ShardRows.fingerprint`
+    shard: PublishedShard
 
 
 def finished_shard(job: Job, repository: Repository, item: ShardRows, extension: str) -> ShardRecord | None:
@@ -402,31 +402,20 @@ def finished_shard(job: Job, repository: Repository, item: ShardRows, extension:
     if data is None:
         return None
     try:
-        facts = decode_plain(data, max_bytes=_MAX_RECORD_BYTES)
-        if facts["fingerprint"] != item.fingerprint():
-            return None
-        (digest, size), (index_digest, index_size) = facts["shard"][:2], facts["index"][:2]
-        record = ShardRecord(
-            digest=digest,
-            size=size,
-            index_digest=index_digest,
-            index_size=index_size,
-            block_rows=item.block_rows,
-            largest_block=int(facts["largest_block"]),
-            raw_bytes=int(facts["raw_bytes"]),
-            segment_stratum=item.segment_stratum,
-            segment_rows=item.segment_rows,
-        )
-        for digest, kind, size in (
-            (record.digest, extension, record.size),
-            (record.index_digest, "index", record.index_size),
-        ):
-            found = repository.store.head(object_name(digest, kind))
-            if found is None or found.size != size:
-                return None
-        return record
-    except (FormatError, KeyError, TypeError):
+        done = decode_document(_FinishedShard, data, "a finished shard", max_bytes=_MAX_RECORD_BYTES)
+    except FormatError:
         return None  # written by another release
+    shard = done.shard
+    if done.fingerprint != item.fingerprint():
+        return None
+    for digest, kind, size in (
+        (shard.digest, extension, shard.size),
+        (shard.index_digest, "index", shard.index_size),
+    ):
+        found = repository.store.head(object_name(digest, kind))
+        if found is None or found.size != size:
+            return None
+    return item.record(shard)
 
 
 def _shard_record_name(item: ShardRows) -> str:
