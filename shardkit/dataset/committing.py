@@ -20,7 +20,7 @@ from shardkit.dataset.costs import put_costs
 from shardkit.dataset.layout import BLOCK_BYTES
 from shardkit.dataset.lookups import put_lookups
 from shardkit.dataset.rows import Rows
-from shardkit.dataset.scratch_reading import Parts, ScratchReader
+from shardkit.dataset.scratch import Parts, ScratchReader
 from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, load_base, plan_version

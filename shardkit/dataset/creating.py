@@ -17,8 +17,7 @@ from shardkit.dataset.encoding import (
     part_identity,
 )
 from shardkit.dataset.parts import PartFolder, check_part_name, part_folder, settings_of
-from shardkit.dataset.scratch import RowSpool, scratch_folder
-from shardkit.dataset.scratch_reading import PartFiles
+from shardkit.dataset.scratch import PartFiles, RowSpool, scratch_folder
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema

@@ -20,9 +20,8 @@ from shardkit.dataset.layout import MAX_SHARD_BYTES, split_value
 from shardkit.dataset.rows import Rows, unwritten_records
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import FieldType, Schema, fit_key, max_key_bytes, raw_row_bytes
-from shardkit.formats.arrow_payloads import payload_column
 from shardkit.formats.arrow_writing import arrow_array, arrow_schema, arrow_type
-from shardkit.formats.block import PayloadColumn, payloads_of, sizes_of
+from shardkit.formats.block import PayloadColumn, payload_column, payloads_of, sizes_of
 from shardkit.formats.values import logical_text
 
 CLASS_AXIS = "__class__"

@@ -14,8 +14,8 @@ from shardkit.dataset.dataset import Dataset
 from shardkit.dataset.encoding import index_array, joined_batch
 from shardkit.dataset.shard_writing import publish_shard
 from shardkit.formats import RowBlock, Schema
-from shardkit.formats.arrow_payloads import stored_columns
 from shardkit.formats.arrow_writing import arrow_schema
+from shardkit.formats.block import stored_columns
 from shardkit.formats.compression import normalise_compression
 from shardkit.manifest import Manifest, ShardTable, compose, extend
 from shardkit.repository.repository import Repository

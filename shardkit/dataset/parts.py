@@ -20,8 +20,7 @@ import xxhash
 
 from shardkit.dataset.committing import Destination, write_version
 from shardkit.dataset.rows import Rows
-from shardkit.dataset.scratch import scratch_folder
-from shardkit.dataset.scratch_reading import ScratchFolder
+from shardkit.dataset.scratch import ScratchFolder, scratch_folder
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.formats import Schema

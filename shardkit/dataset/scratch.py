@@ -1,6 +1,7 @@
-"""Write scratch: encoded rows before they are written to shards, payloads in files and columns in memory.
+"""Scratch: encoded rows between their source and the shards, payloads in files and columns in memory.
 
-A scratch file is an Arrow IPC stream of the stored columns. Rows are buffered and written in *runs*, each
+A scratch file is an Arrow IPC stream of the stored columns, without nulls, and of four more: key (null: generated),
+original key, source name and row in the source (null: none). Rows are buffered and written in *runs*, each
 sorted in the order that the layout will use, so that the rows of one shard are neighbours in every run: a
 source of any size is read back in a few long ranges per run and shard, not with one seek per row.
 Nothing here is synced: scratch is worthless after a power failure, and every record batch is verified when it
@@ -10,22 +11,35 @@ is read back (SPEC.md §3).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import index_array, joined_batch, spool_schema
+from shardkit.dataset.encoding import index_array, joined_batch, numbers_of, spool_schema
 from shardkit.dataset.layout import order_keys
 from shardkit.dataset.rows import BATCH, Records, Rows
-from shardkit.errors import StoreError, UsageError
-from shardkit.formats import Schema
+from shardkit.errors import IntegrityError, StoreError, UsageError
+from shardkit.formats import RowBlock, Schema, generated_key, generated_keys
+from shardkit.formats.block import PayloadColumn, payload_column
 from shardkit.repository.repository import Repository
-from shardkit.stores.file_operations import FOLDER, Directories, active, explained, write_all
+from shardkit.stores.file_operations import (
+    FOLDER,
+    Directories,
+    Handle,
+    active,
+    explained,
+    read_exactly,
+    write_all,
+)
 from shardkit.stores.local import LocalStore, private_folder
 
 RUN_BYTES = 64 * 2**20
@@ -33,6 +47,8 @@ RUN_BYTES = 64 * 2**20
 
 MIN_RUN_BYTES = 8 * 2**20
 
+_CHECK_BYTES = 8  # size of the XXH3-64 in front of a record of finished work
+_MAX_OPEN = 128
 _RANGE_BYTES = 2**20
 _MAX_BATCH_BYTES = 2**17
 _MIN_BATCH_BYTES = 2**14
@@ -195,3 +211,265 @@ def scratch_folder(repository: Repository, scratch: str | os.PathLike[str] | Non
     with explained(f"make {folder}", writing=True):
         os.makedirs(folder, exist_ok=True)
     return folder
+
+
+# ---- Reading
+
+
+class Parts(Protocol):
+    """The records of spools, by the number of the spool."""
+
+    def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from a part; beyond the end of the part, it is filled with zeros."""
+
+    def close(self) -> None:
+        """Close open files."""
+
+
+class PartFiles:
+    """Scratch files, opened at the first read; at most `_MAX_OPEN` are open at a time."""
+
+    def __init__(self, folder: str, names: Sequence[str]) -> None:
+        self._folder = folder
+        self._names = names
+        self._open: OrderedDict[int, Handle] = OrderedDict()
+
+    def read_into(self, number: int, offset: int, buffer: memoryview) -> None:
+        with explained(f"read scratch file {self._folder}/{self._names[number]}"):
+            file = self._file(number)
+            while len(buffer):
+                size = active().read_into(file, buffer, offset)
+                if not size:
+                    buffer[:] = bytes(len(buffer))
+                    return
+                buffer, offset = buffer[size:], offset + size
+
+    def _file(self, number: int) -> Handle:
+        file = self._open.pop(number, None)
+        if file is None:
+            with Directories(self._folder).opened(()) as folder:
+                file = active().open_file(folder, self._names[number])
+        self._open[number] = file
+        if len(self._open) > _MAX_OPEN:
+            active().close(self._open.popitem(last=False)[1])
+        return file
+
+    def close(self) -> None:
+        while self._open:
+            active().close(self._open.popitem()[1])
+
+
+def pack_record(data: bytes) -> bytes:
+    """Return the stored form of a record of finished work: its XXH3-64, then its content."""
+    return xxhash.xxh3_64_digest(data) + data
+
+
+def unpack_record(stored: bytes) -> bytes | None:
+    """Return the content of a stored record, or None if it is damaged."""
+    data = stored[_CHECK_BYTES:]
+    return data if stored[:_CHECK_BYTES] == xxhash.xxh3_64_digest(data) else None
+
+
+class ScratchFolder:
+    """A folder of scratch files, and of records of finished work; "" stores nothing.
+
+    A record appears by rename once it is complete.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def new_part(self, kind: str) -> str:
+        """Return an unused name for a scratch file, or "" if nothing is stored."""
+        return f"{kind}-{os.getpid()}-{secrets.token_hex(8)}" if self.path else ""
+
+    def keep(self, part: str) -> int:
+        """Take over a complete scratch file and return its size in bytes."""
+        return os.stat(f"{self.path}/{part}").st_size if part else 0
+
+    def size_of(self, name: str) -> int | None:
+        """Return the size of a file, or None if it does not exist."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(f"{self.path}/{name}").st_size
+        return None
+
+    def parts(self, names: Sequence[str]) -> PartFiles:
+        """Return scratch files, numbered in the order of `names`."""
+        return PartFiles(self.path, names)
+
+    def put_record(self, name: str, data: bytes, *, is_durable: bool = False) -> None:
+        """Publish a record atomically; if `is_durable`, the folder's earlier entries become durable first."""
+        temporary = f"{name}.{os.getpid()}-{secrets.token_hex(4)}.new"
+        with self.opened(f"write {self.path}/{name}", writing=True) as folder:
+            try:
+                file = active().create_file(folder, temporary)
+                try:
+                    write_all(file, pack_record(data))
+                    if is_durable:
+                        active().fsync(file)
+                finally:
+                    active().close(file)
+                if is_durable:
+                    active().fsync_directory(folder)
+                active().rename(folder, temporary, folder, name)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    active().unlink(folder, temporary)
+                raise
+            if is_durable:
+                active().fsync_directory(folder)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a record, or None if it does not exist or is damaged."""
+        with self.opened(f"read {self.path}/{name}") as folder, contextlib.suppress(FileNotFoundError):
+            file = active().open_file(folder, name)
+            try:
+                return unpack_record(read_exactly(file, 0, active().stat_open(file).st_size))
+            finally:
+                active().close(file)
+        return None
+
+    def names(self) -> list[str]:
+        """Return the names of all files in the folder."""
+        with self.opened(f"read {self.path}") as folder:
+            return [name for name, _ in active().names(folder)]
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it exists."""
+        with (
+            self.opened(f"write {self.path}", writing=True) as folder,
+            contextlib.suppress(FileNotFoundError),
+        ):
+            active().unlink(folder, name)
+
+    @contextlib.contextmanager
+    def opened(self, doing: str, *, writing: bool = False) -> Iterator[Handle]:
+        """Open the folder; errors say what `doing` was."""
+        with explained(doing, writing=writing), Directories(self.path).opened(()) as folder:
+            yield folder
+
+
+class ScratchReader:
+    """Reads the records of many rows into one reused buffer; not thread-safe."""
+
+    def __init__(self, parts: Parts, schema: Schema) -> None:
+        self._parts = parts
+        self._schema = schema.stored
+        self._arrow = spool_schema(schema)
+        self._buffer = np.empty(0, np.uint8)
+
+    def read(self, records: Records, ordinal: NDArray[np.int64]) -> SpooledRows:
+        """Return records in the given order; this overwrites the result of the previous call."""
+        used, batch = np.unique(records.batch, return_inverse=True)
+        batches = records.batches[used]
+        held = [
+            pa.ipc.read_record_batch(pa.py_buffer(message), self._arrow)
+            for message in self._messages(batches, records, ordinal)
+        ]
+        first = np.cumsum([0, *(len(one) for one in held)])
+        places = (first[batch] + records.row).astype(np.int64, copy=False)
+        return SpooledRows(self._schema, joined_batch(held, self._arrow), places, ordinal)
+
+    def _messages(
+        self, batches: NDArray[np.void], records: Records, ordinal: NDArray[np.int64]
+    ) -> list[memoryview]:
+        total = int(batches["length"].sum())
+        if len(self._buffer) < total:
+            self._buffer = np.empty(0, np.uint8)  # frees the old buffer before the new one is allocated
+            self._buffer = np.empty(total, np.uint8)
+        view = self._buffer.data
+        stops = np.cumsum(batches["length"])
+        starts = stops - batches["length"]
+        for first, last in _neighbours(batches):
+            span = slice(int(starts[first]), int(stops[last - 1]))
+            self._parts.read_into(int(batches["part"][first]), int(batches["offset"][first]), view[span])
+        messages = [view[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+        for place, (message, check) in enumerate(zip(messages, batches["check"].tolist(), strict=True)):
+            if xxhash.xxh3_64_intdigest(message) != check:
+                used = np.unique(records.batch)
+                row = int(ordinal[np.flatnonzero(records.batch == used[place])[0]])
+                raise IntegrityError(
+                    f"scratch record of row {row} changed between being written and being read; the scratch disk or "
+                    "memory is faulty: use another --scratch, then run it again"
+                )
+        return messages
+
+
+def _neighbours(batches: NDArray[np.void]) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) of adjacent batches, to read at once; batches are sorted by part and offset."""
+    ends = batches["offset"] + batches["length"]
+    apart = (batches["part"][1:] != batches["part"][:-1]) | (batches["offset"][1:] != ends[:-1])
+    borders = [0, *(np.flatnonzero(apart) + 1).tolist(), len(batches)]
+    yield from (pair for pair in itertools.pairwise(borders) if pair[0] < pair[1])
+
+
+class SpooledRows:
+    """Verified rows in memory, as they were spooled; their blocks are copies in the order of `ordinal`."""
+
+    def __init__(
+        self, schema: Schema, rows: Any, places: NDArray[np.int64], ordinal: NDArray[np.int64]
+    ) -> None:
+        self._schema = schema
+        self._rows = rows  # a record batch
+        self._places = places  # position of each row in it
+        self._ordinal = ordinal
+
+    def _columns(self, rows: Any) -> list[PayloadColumn]:
+        return [payload_column(kind, rows.column(n)) for n, kind in enumerate(self._schema.values())]
+
+    def block(
+        self,
+        start: int,
+        stop: int,
+        stratum: NDArray[np.int32] | None = None,
+        *,
+        payloads: bool = True,
+        ends: Sequence[int] = (),
+    ) -> RowBlock:
+        """Return rows ``start`` … ``stop`` − 1 with the stratum of each, if given.
+
+        `ends`, counted from `start`, are the ends of their blocks if there are several. Without `payloads`
+        there are no columns.
+        """
+        # Not all rows at once: touching memory for the first time costs more than a copy.
+        rows = self._rows.take(index_array(self._places[start:stop]))
+        keys, originals, sources, source_rows = rows.columns[len(self._schema) :]
+        names = sources.dictionary_encode()
+        return RowBlock(
+            keys=_block_keys(keys, self._ordinal[start:stop].tolist()),
+            columns=self._columns(rows) if payloads else [],
+            originals=[
+                (place, text.decode("utf-8", "surrogatepass"))
+                for place, text in enumerate(
+                    originals.to_pylist() if originals.null_count < stop - start else []
+                )
+                if text is not None
+            ],
+            source_names=tuple(names.dictionary.to_pylist()),
+            source_id=numbers_of(names.indices, -1).astype(np.int32),
+            source_row=numbers_of(source_rows, 0),
+            stratum=stratum,
+            ends=ends,
+        )
+
+
+def _block_keys(keys: Any, ordinals: list[int]) -> list[str]:
+    if keys.null_count == len(keys):
+        return generated_keys(ordinals)
+    return [
+        generated_key(ordinal) if key is None else key
+        for key, ordinal in zip(keys.to_pylist(), ordinals, strict=True)
+    ]
+
+
+def describe_row(rows: Rows, reader: ScratchReader | None, place: int, first_ordinal: int) -> str:
+    """Describe a row by key and source, for messages; without a reader, by its position."""
+    if reader is None:
+        return f"row {place}"
+    ordinal = first_ordinal + place
+    held = reader.read(rows.records[place : place + 1], np.array([ordinal]))
+    block = held.block(0, 1, payloads=False)
+    name = f"sample {dict(block.originals).get(0, block.keys[0])!r}"
+    if not block.source_names or block.source_row is None:
+        return f"{name} (number {ordinal})"
+    return f"{name} ({block.source_names[0]} row {block.source_row[0]})"

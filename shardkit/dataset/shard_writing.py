@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.rows import PublishedShard, ShardRows
-from shardkit.dataset.scratch import MIN_RUN_BYTES
-from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.scratch import MIN_RUN_BYTES, ScratchReader
 from shardkit.dataset.version_plan import NewVersion
 from shardkit.formats import Row, RowBlock, Schema, ShardWriter, Sink, block_starts
 from shardkit.repository.repository import Repository

@@ -30,7 +30,7 @@ from shardkit.dataset.layout import (
 )
 from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.rows import Rows, ShardRows
-from shardkit.dataset.scratch_reading import ScratchReader, describe_row
+from shardkit.dataset.scratch import ScratchReader, describe_row
 from shardkit.errors import ConfigurationError, SampleError, UsageError
 from shardkit.formats import FieldType, Schema, ShardIndex, generated_key, normalise_compression
 from shardkit.manifest import POOL, Manifest, Stratum

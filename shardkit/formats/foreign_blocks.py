@@ -21,9 +21,17 @@ import pyarrow.parquet as pq
 from shardkit.errors import FormatError, SchemaError, SourceError
 
 from .arrow_message import END_OF_STREAM, raw_message_bytes, read_batch_header
-from .arrow_payloads import stored_columns
 from .arrow_writing import arrow_schema
-from .block import Block, Column, FixedColumn, JoinedPayloads, PayloadColumn, VariableColumn, payloads_of
+from .block import (
+    Block,
+    Column,
+    FixedColumn,
+    JoinedPayloads,
+    PayloadColumn,
+    VariableColumn,
+    payloads_of,
+    stored_columns,
+)
 from .foreign_columns import ForeignColumns
 from .index import ShardIndex
 from .line_blocks import LineSettings, line_columns

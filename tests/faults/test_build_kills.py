@@ -18,7 +18,7 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.dataset.scratch_reading import ScratchFolder
+from shardkit.dataset.scratch import ScratchFolder
 from shardkit.errors import CommitConflict, IntegrityError, ShardkitError, StoreError, StoreFullError
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import shardkit
-from shardkit.dataset.scratch_reading import unpack_record
+from shardkit.dataset.scratch import unpack_record
 from shardkit.documents import decode_plain
 from shardkit.errors import SourceError
 from shardkit.reading.adopted_places import location_name

@@ -344,7 +344,7 @@ def test_command_line(tmp_path: Path, tokenizer: Path, module: Module) -> None:
 KILLED = """
 import os, signal, sys
 import shardkit_tools
-from shardkit.dataset.scratch_reading import ScratchFolder
+from shardkit.dataset.scratch import ScratchFolder
 from shardkit_tools.importers import ImportOptions, line_ranges
 line_ranges._RANGE_BYTES, line_ranges.READ_BYTES = 500, 100
 real, left = ScratchFolder.put_record, [int(sys.argv[4])]

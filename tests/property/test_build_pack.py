@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import shardkit
 import shardkit_tools
-from shardkit.dataset.scratch_reading import ScratchFolder
+from shardkit.dataset.scratch import ScratchFolder
 from shardkit.errors import ConfigurationError, SourceError, UsageError
 from shardkit_tools.building import engines
 from shardkit_tools.building import packing as packing_module

@@ -18,11 +18,9 @@ from shardkit.dataset.encoding import (
     sample_batch,
     spool_array,
 )
-from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.scratch_reading import PartFiles, ScratchReader
+from shardkit.dataset.scratch import PartFiles, RowSpool, ScratchReader
 from shardkit.formats import Schema
-from shardkit.formats.arrow_payloads import payload_column, stored_columns
-from shardkit.formats.block import payloads_of
+from shardkit.formats.block import payload_column, payloads_of, stored_columns
 from tests.whole_shard import rows_of
 
 KINDS = {

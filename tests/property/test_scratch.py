@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.dataset.encoding import EncodedRow, RowEncoder, join_encoded, ordinal_identity
 from shardkit.dataset.rows import Rows
-from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.scratch_reading import PartFiles, Parts, ScratchReader
+from shardkit.dataset.scratch import PartFiles, Parts, RowSpool, ScratchReader
 from shardkit.errors import FormatError, IntegrityError, SampleError
 from shardkit.formats import Row, Schema
 from tests.whole_shard import rows_of
@@ -141,7 +140,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, place: int) -> None:
 
 
 def test_only_so_many_parts_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardkit.dataset.scratch_reading._MAX_OPEN", 3)
+    monkeypatch.setattr("shardkit.dataset.scratch._MAX_OPEN", 3)
     names = [f"part-{n}" for n in range(10)]
     for n, name in enumerate(names):
         (tmp_path / name).write_bytes(bytes([n]) * 5)

@@ -30,8 +30,7 @@ from shardkit.dataset.committing import (
 )
 from shardkit.dataset.layout import split_of
 from shardkit.dataset.rows import Rows, ShardRows
-from shardkit.dataset.scratch import RowSpool, scratch_folder, sized_batch, sized_run
-from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.scratch import RowSpool, ScratchReader, scratch_folder, sized_batch, sized_run
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, plan_version
 from shardkit.documents import encode
 from shardkit.errors import IntegrityError, NotFoundError, SourceError

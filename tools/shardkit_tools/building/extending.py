@@ -23,9 +23,8 @@ from shardkit.dataset.extending import extend_version
 from shardkit.dataset.lookups import KEY, Entries, Hashes, hash_payloads
 from shardkit.errors import SampleError, SchemaError, SourceError, UsageError
 from shardkit.formats import FieldType, Schema, presence_of
-from shardkit.formats.arrow_payloads import stored_columns
 from shardkit.formats.arrow_writing import arrow_schema, arrow_type
-from shardkit.formats.block import payloads_of
+from shardkit.formats.block import payloads_of, stored_columns
 from shardkit.manifest import Manifest
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF, Repository

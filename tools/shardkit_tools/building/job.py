@@ -22,8 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from shardkit.dataset.scratch import scratch_folder
-from shardkit.dataset.scratch_reading import ScratchFolder, pack_record, unpack_record
+from shardkit.dataset.scratch import ScratchFolder, pack_record, scratch_folder, unpack_record
 from shardkit.documents import decode_plain, encode
 from shardkit.errors import FormatError, IntegrityError, RunError, StoreError
 from shardkit.repository.repository import Repository

@@ -18,8 +18,7 @@ from shardkit.dataset.committing import block_size_for, version_of_ref
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import ConfigurationError, ShardkitError, SourceError, StoreFullError, UsageError
 from shardkit.formats import FieldType, Schema
-from shardkit.formats.arrow_payloads import payload_column
-from shardkit.formats.block import sizes_of
+from shardkit.formats.block import payload_column, sizes_of
 from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry
 from shardkit.stores.file_operations import explained

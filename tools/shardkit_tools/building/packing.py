@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import CLASS_AXIS, optional_numbers, spool_batch
 from shardkit.dataset.rows import Records, Rows, unwritten_records
-from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.scratch import RowSpool, ScratchReader
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema, raw_row_bytes
 from shardkit.formats.block import JoinedPayloads, payloads_of

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from shardkit.dataset.about import SourceDigest
 from shardkit.dataset.encoding import RowEncoder, index_array
 from shardkit.dataset.rows import PublishedShard, Rows, ShardRows
-from shardkit.dataset.scratch import RowSpool
-from shardkit.dataset.scratch_reading import ScratchReader
+from shardkit.dataset.scratch import RowSpool, ScratchReader
 from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import NewVersion
 from shardkit.documents import Record, encode
@@ -32,8 +31,7 @@ from shardkit.errors import (
     StoreError,
 )
 from shardkit.formats import Schema
-from shardkit.formats.arrow_payloads import stored_columns
-from shardkit.formats.block import PayloadColumn, payloads_of, sizes_of
+from shardkit.formats.block import PayloadColumn, payloads_of, sizes_of, stored_columns
 from shardkit.manifest import ShardRecord
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import object_name

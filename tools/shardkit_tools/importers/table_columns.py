@@ -34,9 +34,8 @@ from shardkit.documents import decode_plain
 from shardkit.errors import FormatError, SchemaError, SourceError
 from shardkit.extras import shell_word
 from shardkit.formats import FieldType, Schema
-from shardkit.formats.arrow_payloads import stored_columns
 from shardkit.formats.arrow_writing import METADATA_KEY, arrow_schema, table_type
-from shardkit.formats.block import payloads_of
+from shardkit.formats.block import payloads_of, stored_columns
 from shardkit.formats.foreign_columns import (
     ForeignColumns,
     fixed_shape,
