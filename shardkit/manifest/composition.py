@@ -1,4 +1,4 @@
-"""Compose the manifest of a table of written shards, and manifests over the shards of other manifests."""
+"""Make manifests over the shards of other manifests."""
 
 from __future__ import annotations
 
@@ -10,33 +10,6 @@ import msgspec
 from shardkit.errors import SchemaError, UsageError
 from shardkit.formats.schema import Schema
 from shardkit.manifest.manifest import MIXED, Manifest, Stratum
-from shardkit.manifest.shard_table import ShardTable, check_against, paginate
-
-
-def compose(
-    table: ShardTable, *, base: tuple[Manifest, ShardTable] | None = None, **fields: Any
-) -> tuple[Manifest, list[bytes]]:
-    """Return the manifest of new shards and its pages; totals and pages are made here.
-
-    Args:
-        table: The new shards in manifest order.
-        base: A version whose shards and pages precede them.
-        fields: All other fields of the manifest.
-
-    Returns:
-        The manifest, and the new pages as bytes in the order of `Manifest.pages`. Store the pages before the manifest.
-
-    Raises:
-        FormatError: The fields contradict the table.
-    """
-    pages = paginate(table)
-    before, whole = (base[0], ShardTable.concatenate([base[1], table])) if base else (None, table)
-    refs = (*(before.pages if before else ()), *(ref for ref, _ in pages))
-    manifest = Manifest(**whole.totals, pages=refs, **fields)
-    Manifest.from_bytes(manifest.to_bytes())  # do not write a manifest that readers reject
-    check_against(manifest, whole)
-    return manifest, [data for _, data in pages]
-
 
 _TOTALS: Final = ("shards", "rows", "selected", "raw_bytes", "stored_bytes")
 

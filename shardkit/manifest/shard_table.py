@@ -375,6 +375,31 @@ def paginate(table: ShardTable) -> list[tuple[PageRef, bytes]]:
     return pages
 
 
+def compose(
+    table: ShardTable, *, base: tuple[Manifest, ShardTable] | None = None, **fields: Any
+) -> tuple[Manifest, list[bytes]]:
+    """Return the manifest of new shards and its pages; totals and pages are made here.
+
+    Args:
+        table: The new shards in manifest order.
+        base: A version whose shards and pages precede them.
+        fields: All other fields of the manifest.
+
+    Returns:
+        The manifest, and the new pages as bytes in the order of `Manifest.pages`. Store the pages before the manifest.
+
+    Raises:
+        FormatError: The fields contradict the table.
+    """
+    pages = paginate(table)
+    before, whole = (base[0], ShardTable.concatenate([base[1], table])) if base else (None, table)
+    refs = (*(before.pages if before else ()), *(ref for ref, _ in pages))
+    manifest = Manifest(**whole.totals, pages=refs, **fields)
+    Manifest.from_bytes(manifest.to_bytes())  # do not write a manifest that readers reject
+    check_against(manifest, whole)
+    return manifest, [data for _, data in pages]
+
+
 def check_against(manifest: Manifest, table: ShardTable) -> None:
     """Compare a root with its whole table.
 
