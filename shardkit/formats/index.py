@@ -166,11 +166,6 @@ class ShardIndex:
         ]
 
     @property
-    def is_adopted(self) -> bool:
-        """True if the shard is a file of another writer."""
-        return self.format == "rows" or self.field_is_payload is not None
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a row if a block is an array of rows, each its payloads in schema order; otherwise 0."""
         if self.format != "rows" or self.field_offset is not None or self.encoding is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -280,18 +279,3 @@ def test_metadata_say_buffers_inside_of_the_body_or_are_refused(
     ends = [0, *(offset + length for offset, length in header.buffers)]
     assert all(end <= offset for end, (offset, _) in zip(ends, header.buffers, strict=False))
     assert ends[-1] <= body
-
-
-@given(st.integers(0, 60), st.lists(st.integers(0, 61), max_size=6))
-def test_text_of_other_scripts_is_checked_row_by_row(start: int, cuts: list[int]) -> None:
-    """A character that is cut by a border of rows is not text, though all rows together are."""
-    text = ("a" * start + "é" * 20 + "z")[:61].encode()
-    offsets = np.array(sorted({0, *[min(cut, len(text)) for cut in cuts], len(text)}), dtype=np.int64)
-    rows = [text[a:b] for a, b in itertools.pairwise(offsets)]
-    whole = all(row.decode(errors="replace").encode() == row for row in rows)
-    data = np.frombuffer(text, np.uint8)
-    if whole:
-        check_text(data, offsets[:-1], offsets[1:], "text")
-    else:
-        with pytest.raises(FormatError, match="text"):
-            check_text(data, offsets[:-1], offsets[1:], "text")
