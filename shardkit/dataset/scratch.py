@@ -29,6 +29,7 @@ from shardkit.dataset.layout import order_keys
 from shardkit.dataset.rows import BATCH, Records, Rows
 from shardkit.errors import IntegrityError, StoreError, UsageError
 from shardkit.formats import RowBlock, Schema, generated_key, generated_keys
+from shardkit.formats.arrow_message import END_OF_STREAM
 from shardkit.formats.block import PayloadColumn, payload_column
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import (
@@ -120,7 +121,7 @@ class RowSpool:
             return rows
         self._write_run()
         assert self._file is not None
-        self._file.write(_END_OF_STREAM)
+        self._file.write(END_OF_STREAM)
         self._file.close()
         self._file = None
         batch, row = (np.concatenate(places) for places in zip(*self._places, strict=True))
@@ -170,9 +171,6 @@ class RowSpool:
             return np.arange(count)
         identity = np.concatenate([table.identity for table in self._tables[self._written :]])
         return np.argsort(order_keys(identity, self.seed), kind="stable")
-
-
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ScratchFile:

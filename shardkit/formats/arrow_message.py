@@ -22,7 +22,6 @@ END_OF_STREAM = CONTINUATION + bytes(4)
 """A message of length 0."""
 
 _V5 = 4
-_RECORD_BATCH = 3
 _ZSTD = 1
 _MAX_METADATA_BYTES = 64 << 20
 
@@ -165,7 +164,7 @@ def _read_metadata(data: bytes) -> BatchHeader:
     version, kind = root.number(0, _I16), root.number(1, _U8)
     batch = root.table(2)
     is_plain = batch is not None and root.place(4) is None and batch.place(4) is None
-    if version != _V5 or kind != _RECORD_BATCH or batch is None or not is_plain:
+    if version != _V5 or kind != RECORD_BATCH or batch is None or not is_plain:
         raise FormatError(f"arrow message: version {version} kind {kind}, expected a plain record batch")
     codec = "none"
     if (compression := batch.table(3)) is not None:
