@@ -346,9 +346,9 @@ class _Adopting:
             schema=self.source.schema,
             format=self.source.shard_format,
             compression="none",
-            axes=tuple(self.axes),
-            strata=tuple(Stratum(labels, rows, rows) for labels, rows in strata.items()),
-            classes=tuple(self.source.classes),
+            axes=self.axes,
+            strata=[Stratum(labels, rows, rows) for labels, rows in strata.items()],
+            classes=self.source.classes,
             build={"source": {"importer": "adopt"}, "block_size": self.block_bytes},
             adopted=True,
         )
