@@ -14,7 +14,6 @@ The log, manifests and pages are read at every level: they are small, and all ot
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import secrets
@@ -24,15 +23,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 import numpy as np
 
 from shardkit.copies.repair import log_conflicts
-from shardkit.copies.shard_checks import LEVELS, Finding, Level, ShardCheck, failed_finding, finding_of
+from shardkit.copies.shard_checks import LEVELS, Finding, Level, ShardCheck, finding_of
 from shardkit.documents import sha256_digest, utc_text
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
-from shardkit.manifest import Manifest, ShardTable, check_against
+from shardkit.manifest import ShardTable, check_against
 from shardkit.ranges import duration_text
 from shardkit.reading.adopted import with_adopted_files
 from shardkit.reading.attestations import read_attestations
@@ -56,7 +56,9 @@ from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG,
     MAX_IDENTITY_BYTES,
+    NO_COMMIT,
     LogEntry,
+    Row,
     check_succession,
     parse_dataset_url,
 )
@@ -118,17 +120,16 @@ def verify(
         )
     root, ref = parse_dataset_url(url)
     seed = secrets.token_hex(4) if seed is None else seed
-    work = _Verifier(root)
+    work = _Verifier(root, level)
     try:
         repository = Repository.open(root, read_only=True, alone=True)
     except (IntegrityError, FormatError) as error:
-        work.failed(IDENTITY_NAME, "the identity of the repository", error)
+        work.add(IDENTITY_NAME, "the identity of the repository", error)
     else:
         root = work.root = repository.url
-        work.check_documents(repository.store, repository.id)
-        work.check_log(repository, ref)
+        work.check_documents(repository, ref)
         for manifest in work.versions.values():
-            work.check_version(repository, manifest, level)
+            work.check_version(repository, manifest)
     shards = list(work.shards.values())
     chosen = _choose(shards, share, seed)
     if level == "attested" and chosen:
@@ -155,50 +156,43 @@ def verify(
 
 
 class _Verifier:
-    """Checks of the log and the metadata, which collect findings and the shards to check."""
+    """Checks of the documents and the metadata, which collect findings and the shards to check."""
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, root: str, level: Level) -> None:
+        self.root, self._level = root, level
         self.findings: list[Finding] = []
         self.versions: dict[str, str] = {}
         self.entries = self.metadata = 0
         self.shards: dict[tuple[str, str], ShardCheck] = {}
         self._seen: set[str] = set()
 
-    def failed(self, name: str, expected: str, error: ShardkitError, *, rows: int = 0) -> None:
-        self.findings.append(failed_finding(self.root, name, expected, error, rows=rows))
+    def add(
+        self, name: str, expected: str, problem: ShardkitError | str, *, action: str = "", rows: int = 0
+    ) -> None:
+        self.findings.append(finding_of(self.root, name, expected, problem, action=action, rows=rows))
 
-    def failed_document(self, name: str, expected: str, error: ShardkitError) -> None:
-        """Add a finding of damage: a repair replaces a document that cannot be read, even a symbolic link."""
-        got = "nothing of that name" if isinstance(error, NotFoundError) else str(error)
-        self.findings.append(Finding(name, expected, got, f"run: shardkit repair {self.root}"))
+    def _add_document(self, name: str, expected: str, problem: ShardkitError | str) -> None:
+        self.add(name, expected, problem, action=f"run: shardkit repair {self.root}")
 
-    def check_log(self, repository: Repository, ref: str | None) -> None:
-        """Check every entry and the chain, and set `versions` from the newest good entry."""
+    def check_documents(self, repository: Repository, ref: str | None) -> None:
+        """Check location tables and log, and set `versions` from the newest good entry."""
         store = repository.store
-        numbers = sorted(n for n in map(LOG.number, store.list_after(LOG.prefix)) if n is not None)
-        newest: LogEntry | None = None
-        earlier: tuple[LogEntry, bytes] | None = None
-        for number in range(1, (numbers[-1] if numbers else 0) + 1):
-            name = LOG.name(number)
-            try:
-                entry, data = LOG.read(store, number, repository.id)
-                if earlier is not None:
-                    check_succession(*earlier, entry, name)
-                if number == 1 and entry.previous != sha256_digest(
-                    store.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
-                ):
-                    raise IntegrityError(f"it follows another {IDENTITY_NAME}")
-            except ShardkitError as error:
-                finding = failed_finding(self.root, name, f"log entry {number}", error)
-                if finding.is_damage:
-                    finding = dataclasses.replace(finding, action=f"run: shardkit repair {self.root}")
-                self.findings.append(finding)
-                earlier = None
-                continue
-            self.entries += 1
-            newest, earlier = entry, (entry, data)
-        names = {**newest.tags, **newest.refs} if newest else {}
+        is_root = own_name(store) == ROOT_NAME
+        table: LocationTable | None = None
+        rows = (TABLES, SPARES) if is_root else (TABLES,)
+        last = max(_last_number(store, row) for row in rows)
+        for row in rows:
+            for number in range(1, last + 1):
+                try:
+                    table = row.read(store, number, repository.id)[0]
+                except ShardkitError as error:
+                    self._add_document(row.name(number), f"location table {number}", error)
+        newest = self._check_log(store, repository.id)
+        if table is not None and is_root:
+            # an old copy, or one that does not answer, is no damage of the root
+            for conflict in log_conflicts(store, table):
+                self._add_document(LOG.prefix, "the newest log of all copies", conflict)
+        names = {**newest.tags, **newest.refs}
         if ref is None:
             self.versions = dict(sorted(names.items()))
         elif ref.startswith("sha256:"):
@@ -209,54 +203,29 @@ class _Verifier:
             shown = ", ".join(sorted(names)[:10]) or "none"
             raise NotFoundError(f"{repository.url} has no ref or tag {ref!r}; there are: {shown}")
 
-    def check_documents(self, store: Store, repository_id: str) -> None:
-        """Check the location tables, and that no copy's log has an entry that the root lacks."""
-        table: LocationTable | None = None
-        rows = (TABLES, SPARES) if own_name(store) == ROOT_NAME else (TABLES,)
-        listed = [n for row in rows for n in map(row.number, store.list_after(row.prefix)) if n is not None]
-        for row in rows:
-            for number in range(1, max(listed, default=0) + 1):
-                try:
-                    table = row.read(store, number, repository_id)[0]
-                except ShardkitError as error:
-                    self.failed_document(row.name(number), f"location table {number}", error)
-        if table is None or own_name(store) != ROOT_NAME:
-            return
-        # an old copy, or one that does not answer, is no damage of the root
-        for conflict in log_conflicts(store, table):
-            action = f"run: shardkit repair {store.url}"
-            self.findings.append(Finding(LOG.prefix, "the newest log of all copies", conflict, action))
-
-    def check_parity(self, repository: Repository, inventory: Inventory, level: Level) -> None:
-        """Check the documents of a version's parity sets, and the parity objects of this location."""
-        store, version = repository.store, inventory.manifest.id
-        try:
-            k = None if inventory.manifest.parts else read_members(store, version)
-            sets = [] if k is None else known_sets(store, inventory, k, [store])
-        except ShardkitError as error:
-            self.failed_document(version_record_name(version), "parity of a version", error)
-            return
-        is_root = own_name(store) == ROOT_NAME
-        for one in sets:
+    def _check_log(self, store: Store, repository_id: str) -> LogEntry:
+        """Check every entry and the chain, and return the newest good entry."""
+        newest = NO_COMMIT
+        earlier: tuple[LogEntry, bytes] | None = None
+        for number in range(1, _last_number(store, LOG) + 1):
+            name = LOG.name(number)
             try:
-                record = read_record(store, one)
-                if record is None:
-                    raise NotFoundError(one.record_name)
+                entry, data = LOG.read(store, number, repository_id)
+                if earlier is not None:
+                    check_succession(*earlier, entry, name)
+                if number == 1 and entry.previous != sha256_digest(
+                    store.get(IDENTITY_NAME, max_bytes=MAX_IDENTITY_BYTES)
+                ):
+                    raise IntegrityError(f"it follows another {IDENTITY_NAME}")
             except ShardkitError as error:
-                self.failed_document(one.record_name, f"parity set {one.id}", error)
-                continue
-            for position in (one.k, one.k + 1):
-                parity = record.object_at(position)
-                if parity.name in self._seen or (not is_root and store.head(parity.name) is None):
-                    continue
-                self._seen.add(parity.name)
-                self.metadata += 1
-                depth: Depth = "list" if level in ("list", "attested") else "read"
-                found = check_object(store, parity.name, parity.size, depth)
-                if not found.is_good:
-                    self.findings.append(finding_of(self.root, parity.name, found))
+                self._add_document(name, f"log entry {number}", error)
+                earlier = None
+            else:
+                self.entries += 1
+                newest, earlier = entry, (entry, data)
+        return newest
 
-    def check_version(self, repository: Repository, manifest_id: str, level: Level) -> None:
+    def check_version(self, repository: Repository, manifest_id: str) -> None:
         """Check the metadata of a version, its added fields and its parts, and collect their shards."""
         if manifest_id in self._seen:
             return
@@ -264,12 +233,14 @@ class _Verifier:
         self.metadata += 1
         name = object_name(manifest_id, "manifest")
         try:
-            inventory = take_inventory(repository.store, manifest_id, unreadable=self.failed)
+            inventory = take_inventory(repository.store, manifest_id, unreadable=self.add)
         except ShardkitError as error:
-            self.failed(name, manifest_id, error)
+            self.add(name, manifest_id, error)
             return
         manifest = inventory.manifest
-        self._check_sides(repository, manifest)
+        self.metadata += len(manifest.pages)
+        for digest, kind, size in side_objects(manifest):
+            self._check_object(repository.store, object_name(digest, kind), size, "read")
         for part_name, part in manifest.parts:
             try:
                 holder = find_part(repository, part_name, part)
@@ -278,9 +249,9 @@ class _Verifier:
                 action = "put the part back, or merge again with the place where it is now"
                 self.findings.append(Finding(where, expected, str(error), action, is_damage=False))
             else:
-                self.check_version(holder, part, level)
+                self.check_version(holder, part)
         for added in manifest.added:
-            self.check_version(repository, added, level)
+            self.check_version(repository, added)
         store = with_adopted_files(repository.store, manifest)
         rows = zip(inventory.shards, inventory.indexes, inventory.shard_rows, strict=True)
         for found, index, count in rows:
@@ -288,21 +259,21 @@ class _Verifier:
             self.shards.setdefault((found.name, index.name), shard)
         for table in inventory.tables:
             self._check_selections(repository, table)
-        self.check_parity(repository, inventory, level)
+        self._check_parity(repository.store, inventory)
         if len(inventory.tables) == len(manifest.pages) and not manifest.parts:
             try:
                 check_against(manifest, ShardTable.concatenate(inventory.tables))
             except ShardkitError as error:
-                self.failed(name, "totals equal to those of its pages", error)
+                self.add(name, "totals equal to those of its pages", error)
 
-    def _check_sides(self, repository: Repository, manifest: Manifest) -> None:
-        sides = list(side_objects(manifest))
-        self.metadata += len(manifest.pages) + len(sides)
-        for digest, kind, size in sides:
-            try:
-                repository.get_object(digest, kind, size)
-            except ShardkitError as error:
-                self.failed(object_name(digest, kind), digest, error)
+    def _check_object(self, store: Store, name: str, size: int | None, depth: Depth) -> None:
+        """Check an object that is not a shard, once."""
+        if name not in self._seen:
+            self._seen.add(name)
+            self.metadata += 1
+            found = check_object(store, name, size, depth)
+            if not found.is_good:
+                self.add(name, found.expected, found.error or found.got)
 
     def _check_selections(self, repository: Repository, table: ShardTable) -> None:
         for shard in np.flatnonzero(table.has_selection).tolist():
@@ -312,7 +283,34 @@ class _Verifier:
             except ShardkitError as error:
                 digest = table.selection_digest_text(shard) or ""
                 rows = int(table.rows[shard])
-                self.failed(object_name(digest, "selection"), digest, error, rows=rows)
+                self.add(object_name(digest, "selection"), digest, error, rows=rows)
+
+    def _check_parity(self, store: Store, inventory: Inventory) -> None:
+        """Check the documents of a version's parity sets, and the parity objects of this location."""
+        version = inventory.manifest.id
+        try:
+            k = None if inventory.manifest.parts else read_members(store, version)
+            sets = [] if k is None else known_sets(store, inventory, k, [store])
+        except ShardkitError as error:
+            self._add_document(version_record_name(version), "parity of a version", error)
+            return
+        depth: Depth = "list" if self._level in ("list", "attested") else "read"
+        for one in sets:
+            try:
+                record = read_record(store, one)
+                if record is None:
+                    raise NotFoundError(one.record_name)
+            except ShardkitError as error:
+                self._add_document(one.record_name, f"parity set {one.id}", error)
+                continue
+            for position in (one.k, one.k + 1):
+                parity = record.object_at(position)
+                if own_name(store) == ROOT_NAME or store.head(parity.name) is not None:
+                    self._check_object(store, parity.name, parity.size, depth)
+
+
+def _last_number(store: Store, row: Row[Any]) -> int:
+    return max((n for n in map(row.number, store.list_after(row.prefix)) if n is not None), default=0)
 
 
 def _choose(shards: list[ShardCheck], share: Fraction, seed: str) -> list[ShardCheck]:
