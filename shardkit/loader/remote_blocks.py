@@ -24,7 +24,7 @@ from shardkit.loader.gather import plan_group
 from shardkit.loader.settings import LoaderSetup
 from shardkit.loader.sharing import Holders
 from shardkit.plan.assignment import LaneOfBlock
-from shardkit.reading.attestations import Attestation, ReadEvent, ReadEvents
+from shardkit.reading.attestations import Attestation, ReadEvent, ReadEvents, put_attestations
 from shardkit.reading.blocks import BlockReader
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
@@ -109,7 +109,7 @@ class RemoteBlocks:
         def attest(found: Attestation) -> None:
             if run is not None:  # kept in the run for a repair: a reader may lack write access to the root
                 with contextlib.suppress(ShardkitError):
-                    LocalStore(run).put_new(found.new_name(), found.to_bytes())
+                    put_attestations(LocalStore(run), [found])
 
         for store in self._stores:
             healing = any(location.heal for location in store.locations)

@@ -36,7 +36,7 @@ _WEIGHT: Final = {"good": 0, "wrong": 1, "missing": 1, "healed": 2}
 """Order of results in the same second: the heavier one wins, so a repair overrides the read that found the damage."""
 
 
-class Attestation(Document, frozen=True, kw_only=True, tag="shardkit-attestation/1"):
+class Attestation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One check of one copy.
 
     Attributes:
@@ -58,35 +58,29 @@ class Attestation(Document, frozen=True, kw_only=True, tag="shardkit-attestation
     time: Time = msgspec.field(default_factory=utc_text)
 
     @property
+    def name(self) -> str:
+        """Name of the object."""
+        return object_name(self.digest, self.extension)
+
+    @property
     def is_bad(self) -> bool:
         return self.result in ("wrong", "missing")
 
-    def new_name(self) -> str:
-        """Return a unique name for the document."""
-        return _new_name(self.location, self.time)
 
-    def to_bytes(self) -> bytes:
-        return encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> Attestation:
-        """Parse a document that holds one attestation."""
-        return decode(cls, data, where, max_bytes=_MAX_BYTES)
+class _Attestations(Document, frozen=True, tag="shardkit-attestations/1"):
+    results: Annotated[tuple[Attestation, ...], Meta(max_length=_MAX_RESULTS)]
 
 
-class _Attestations(Document, frozen=True, kw_only=True, tag="shardkit-attestations/1"):
-    """Many results of one location, level and operation, each as (digest, extension, result, time)."""
-
-    location: _Word
-    level: _Level
-    by: _Word
-    results: Annotated[tuple[tuple[Digest, _Word, _Result, Time], ...], Meta(max_length=_MAX_RESULTS)]
-
-
-def _new_name(location: str, when: str) -> str:
+def put_attestations(store: Store, results: Iterable[Attestation]) -> None:
+    """Put one document for each location."""
     import uuid  # slow to import, and readers do not need it
 
-    return f"attest/{location}/{when[:10]}/{uuid.uuid4().hex}.json"
+    by_location: dict[str, list[Attestation]] = {}
+    for one in results:
+        by_location.setdefault(one.location, []).append(one)
+    for location, found in sorted(by_location.items()):
+        name = f"attest/{location}/{utc_text()[:10]}/{uuid.uuid4().hex}.json"
+        store.put_new(name, encode(_Attestations(results=tuple(found))))
 
 
 class Records:
@@ -101,35 +95,27 @@ class Records:
 
     def __init__(self, store: Store | None, by: str) -> None:
         self._store, self._by = store, by
-        self._waiting: dict[tuple[str, str], list[tuple[str, str, str, str]]] = {}
+        self._waiting: list[Attestation] = []
         self._written_at = time.monotonic()
 
     def add(self, location: str, name: str, result: str, level: str) -> None:
         """Add the result of checking an object now."""
-        if self._store is None:
-            return
-        waiting = self._waiting.setdefault((location, level), [])
-        waiting.append((*parse_object_name(name), result, utc_text()))
-        if len(waiting) >= _MAX_RESULTS or time.monotonic() - self._written_at > _FLUSH_S:
-            self.flush()
+        if self._store is not None:
+            self._waiting.append(Attestation(location, *parse_object_name(name), result, level, self._by))
+            if len(self._waiting) >= _MAX_RESULTS or time.monotonic() - self._written_at > _FLUSH_S:
+                self.flush()
 
     def flush(self) -> None:
         """Write pending results durably."""
-        for (location, level), results in sorted(self._waiting.items()):
-            assert self._store is not None
-            found = _Attestations(location=location, level=level, by=self._by, results=tuple(results))
-            self._store.put_new(_new_name(location, utc_text()), encode(found))
+        if self._store is not None:
+            put_attestations(self._store, self._waiting)
         self._waiting.clear()
         self._written_at = time.monotonic()
 
 
 def record_healed(root: Store, name: str) -> None:
     """Record that a writer, such as a build, replaced a bad object of the root by the same object with good bytes."""
-    digest, extension = parse_object_name(name)
-    found = Attestation(
-        location=ROOT_NAME, digest=digest, extension=extension, result="healed", level="read", by="write"
-    )
-    root.put_new(found.new_name(), found.to_bytes())
+    put_attestations(root, [Attestation(ROOT_NAME, *parse_object_name(name), "healed", "read", "write")])
 
 
 class HealedObjects:
@@ -142,12 +128,8 @@ class HealedObjects:
 
     def names(self) -> list[str]:
         """Return the sorted names of objects that were healed since this object was made."""
-        found = set()
-        for document in set(self._names()) - self._before:
-            with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
-                looks = _parse(self._root.get(document, max_bytes=_MAX_BYTES), document)
-                found |= {object_name(one.digest, one.extension) for one in looks if one.by == "write"}
-        return sorted(found)
+        new = set(self._names()) - self._before
+        return sorted({one.name for one in _read(self._root, new) if one.by == "write"})
 
     def _names(self) -> Iterator[str]:
         return self._root.list_after(f"attest/{ROOT_NAME}/", self._after)
@@ -159,11 +141,10 @@ def read_attestations(stores: Iterable[Store]) -> dict[str, dict[str, Attestatio
     Damaged documents and documents of other kinds are skipped.
     """
     latest: dict[str, dict[str, Attestation]] = {}
-    for one in (one for store in stores for one in _read(store)):
+    for one in (one for store in stores for one in _read(store, store.list_after("attest/"))):
         held = latest.setdefault(one.location, {})
-        name = object_name(one.digest, one.extension)
-        if name not in held or _order(one) > _order(held[name]):
-            held[name] = one
+        if one.name not in held or _order(one) > _order(held[one.name]):
+            held[one.name] = one
     return latest
 
 
@@ -171,31 +152,12 @@ def _order(one: Attestation) -> tuple[str, int]:
     return one.time, _WEIGHT[one.result]
 
 
-def _read(store: Store) -> Iterator[Attestation]:
-    for document in store.list_after("attest/"):
-        if document.endswith(".json"):
-            with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
-                yield from _parse(store.get(document, max_bytes=_MAX_BYTES), document)
-
-
-def _parse(data: bytes, where: str) -> Iterator[Attestation]:
-    try:
-        found = [Attestation.from_bytes(data, where)]
-    except FormatError:
-        many = decode(_Attestations, data, where, max_bytes=_MAX_BYTES)
-        found = [
-            Attestation(
-                location=many.location,
-                digest=digest,
-                extension=extension,
-                result=result,
-                level=many.level,
-                by=many.by,
-                time=when,
-            )
-            for digest, extension, result, when in many.results
-        ]
-    yield from (one for one in found if one.extension in EXTENSIONS)
+def _read(store: Store, names: Iterable[str]) -> Iterator[Attestation]:
+    for name in names:
+        with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
+            data = store.get(name, max_bytes=_MAX_BYTES)
+            found = decode(_Attestations, data, name, max_bytes=_MAX_BYTES)
+            yield from (one for one in found.results if one.extension in EXTENSIONS)
 
 
 COUNTED: Final = (
@@ -330,13 +292,10 @@ class Healer:
                 self._work.task_done()
 
     def _record(self, location: Location, name: str, result: str, *, level: str) -> None:
-        digest, extension = parse_object_name(name)
-        found = Attestation(
-            location=location.name, digest=digest, extension=extension, result=result, level=level, by="read"
-        )
+        found = Attestation(location.name, *parse_object_name(name), result, level, "read")
         # a read must not fail because of an attestation
         with contextlib.suppress(ShardkitError, OSError):
             if self.attest is not None:
                 self.attest(found)
             elif location.heal:
-                location.store.put_new(found.new_name(), found.to_bytes())
+                put_attestations(location.store, [found])

@@ -19,7 +19,7 @@ from shardkit.documents import decode, encode, sha256_digest
 from shardkit.errors import IntegrityError, ShardkitError
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted_places import location_name, read_adopted_place
-from shardkit.reading.attestations import Attestation, read_attestations
+from shardkit.reading.attestations import Attestation, put_attestations, read_attestations
 from shardkit.reading.inventory import parse_version_record
 from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.garbage import put_list, read_list, read_marks, write_marks
@@ -183,9 +183,8 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
     marks = store.get("gc/marked.json", max_bytes=10**6)
     part = PartLocation(digest, "web", "b7e2a8f0-0000-0000-0000-000000000000", ("a", "b"))
     tar = encode({"format": "shardkit-adopted/1", "digest": digest, "urls": ["/x.tar"]})
-    attested = Attestation(
-        location="root", digest=digest, extension="tar", result="good", level="read", by="scrub"
-    ).to_bytes()
+    put_attestations(store, [Attestation("root", digest, "tar", "good", "read", "scrub")])
+    attested = store.get(next(iter(store.list_after("attest/"))), max_bytes=10**6)
     plan = encode(
         ErasurePlan(
             request="r", reason="why", author="who", shards=(("ab", "cd", (1, 2)),), notes=(), samples=1
@@ -213,7 +212,6 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
             tar,
             lambda data: read_adopted_place(_in_memory(location_name(digest), data), digest),
         ),
-        "attestation": (attested, lambda data: Attestation.from_bytes(data, "here")),
         "attestations": (
             attested,
             lambda data: read_attestations([_in_memory("attest/root/2026-01-01/a.json", data)]),
@@ -295,7 +293,7 @@ def _reseals(good: bytes) -> bool:
 
 KINDS = (
     *("identity", "log entry", "locations", "mark", "parity set", "parity version", "manifest", "part"),
-    *("adopted file", "attestation", "attestations", "garbage", "marks", "erasure"),
+    *("adopted file", "attestations", "garbage", "marks", "erasure"),
 )
 
 

@@ -25,7 +25,7 @@ from shardkit.copies.walk import CheckSettings
 from shardkit.dataset.removing import erase
 from shardkit.documents import encode, utc_text
 from shardkit.errors import NotFoundError, StoreError, UsageError
-from shardkit.reading.attestations import Attestation, Records, read_attestations
+from shardkit.reading.attestations import Attestation, Records, put_attestations, read_attestations
 from shardkit.reading.objects import check_object
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.read_path import ReadSettings
@@ -243,8 +243,7 @@ class TestAttested:
     def test_a_location_that_is_not_known_here(self, read: Path) -> None:
         one = next((read / "run" / "attest" / "root").rglob("*.json"))
         text = one.read_text().replace('"root"', '"elsewhere"')
-        name = Attestation.from_bytes(text.encode(), "x").new_name()
-        LocalStore(read / "run").put_new(name, text.encode())
+        LocalStore(read / "run").put_new(f"attest/elsewhere/{one.parent.name}/{one.name}", text.encode())
         code, told = call("repair", read / "root", "--from-run", read / "run")
         assert code == 3
         assert "--location elsewhere=URL" in told
@@ -254,18 +253,23 @@ class TestAttested:
         store = LocalStore(read / "run")
         good = shards(read / "root")[3]
         digest = f"sha256:{good.name.split('.')[0]}"
-        one = {"format": "shardkit-attestations/1", "location": "root", "level": "read", "by": "scrub"}
         when = utc_text()
+
+        def attested(*results: list[str], location: str = "root") -> bytes:
+            written = [[location, *one[:3], "read", "scrub", *one[3:]] for one in results]
+            return encode({"format": "shardkit-attestations/1", "results": written})
+
         documents = [
             b"{" * 1_000_000,
             b"x" * 2_000_000,
-            encode(one | {"results": [["sha256:../../x", "tar", "wrong", when]]}),
-            encode(one | {"results": [[digest, "so", "wrong", when]]}),
-            encode(one | {"results": [[digest, "tar", "healed", "9999"]]}),
-            encode(one | {"location": "../root", "results": []}),
-            encode(one | {"results": [[digest, "tar", "wrong", when]] * 4_097}),
-            encode(one | {"results": [[f"sha256:{9:064x}", "tar", "wrong", when]]}),
-            encode(one | {"results": [[digest, "tar", "wrong", when]]}),
+            attested(["sha256:../../x", "tar", "wrong", when]),
+            attested([digest, "so", "wrong", when]),
+            attested([digest, "tar", "healed", "9999"]),
+            attested([digest, "tar", "wrong", when], location="../root"),
+            attested([digest, "tar", "wrong", when, "more"]),
+            attested(*[[digest, "tar", "wrong", when]] * 4_097),
+            attested([f"sha256:{9:064x}", "tar", "wrong", when]),
+            attested([digest, "tar", "wrong", when]),
         ]
         for number, document in enumerate(documents):
             store.put_new(f"attest/root/2026-11-20/{number}.json", document)
@@ -351,10 +355,10 @@ class TestScrub:
         names = sorted(whole(tmp_path))
         digests = [(f"sha256:{name.split('/')[-1].split('.')[0]}", name.split(".", 1)[1]) for name in names]
         results = [
-            [*one, "good", f"2026-01-{1 + (i * 7) % 28:02d}T00:00:00Z"] for i, one in enumerate(digests)
+            Attestation("root", *one, "good", "read", "scrub", f"2026-01-{1 + (i * 7) % 28:02d}T00:00:00Z")
+            for i, one in enumerate(digests)
         ]
-        document = {"format": "shardkit-attestations/1", "location": "root", "level": "read", "by": "scrub"}
-        repository.store.put_new("attest/root/2026-01-28/x.json", encode(document | {"results": results}))
+        put_attestations(repository.store, results)
         order: list[str] = []
         original = LocalStore.head
 
@@ -365,7 +369,7 @@ class TestScrub:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LocalStore, "head", noted)
             scrub(str(tmp_path), settings=CheckSettings(jobs=1))
-        when = {name: row[3] for name, row in zip(names, results, strict=True)}
+        when = {name: row.time for name, row in zip(names, results, strict=True)}
         looked = list(dict.fromkeys(reversed([name for name in order if name in when])))[::-1]
         assert [when[name] for name in looked] == sorted(when.values())
 
