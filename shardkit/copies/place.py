@@ -12,6 +12,7 @@ from typing import Any, Final
 from shardkit.copies.placement import Holdings, find_needed, look, unknown_strata
 from shardkit.copies.repair import encode_parity
 from shardkit.copies.replicate import CopyProgress, Replication, copy_missing, mirror, over_all
+from shardkit.copies.walk import CheckSettings
 from shardkit.documents import seconds_of
 from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
@@ -180,7 +181,7 @@ def place(
         placing.table = table
     else:
         if table is not base or change.refill:
-            placing.copies = copy_missing(found, pace, report=report)
+            placing.copies = copy_missing(found, CheckSettings(pace=pace), report)
             _check_copied(repository, found)
         if table is not base:
             told = message or _describe(base, table.locations)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardkit.copies.documents import HealedCopy, LostObject, UncheckedCopy, repository_id
 from shardkit.copies.placement import Copy
+from shardkit.copies.tasks import CopyTask, run_in_threads
 from shardkit.copies.walk import CheckSettings, CopyWalk, Repair
 from shardkit.documents import decode_plain
 from shardkit.errors import (
@@ -39,7 +40,7 @@ from shardkit.reading.inventory import (
     walk_versions,
 )
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.objects import DEPTHS, ROOT_NAME, check_object, copy_object
+from shardkit.reading.objects import DEPTHS, ROOT_NAME, CopyResult, check_object
 from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import ParitySet, SetRecord, read_record, sets_of
 from shardkit.repository.locations import (
@@ -108,98 +109,85 @@ def _run_store(run: str) -> Store:
     return LocalStore(run, read_only=True)
 
 
-class _Failed(Exception):
-    """A copy could not be repaired from copies, or from parity.
-
-    Attributes:
-        is_sure: False if a location that did not answer may have good bytes, or the bad copy cannot be overwritten.
-    """
-
-    def __init__(self, why: str, *, is_sure: bool) -> None:
-        super().__init__(why)
-        self.is_sure = is_sure
-
-
 def replace_copies(walk: CopyWalk, bad: Iterable[Copy]) -> None:
     """Replace bad copies. Copies that cannot be replaced are added to `done.lost` or `done.unchecked`.
 
     Copies in other locations are used first, because each repaired copy helps to rebuild others from parity. Parity
     is tried repeatedly until no copy is repaired, because a rebuilt object may complete another set.
     """
-    done = walk.done
-    left = sorted({(one.location, one.name): one for one in bad}.items())
-    num_bad, num_healed = len(left), 0
+    copies = [one for _, one in sorted({(one.location, one.name): one for one in bad}.items())]
+    sources = tuple(walk.locations.values())
+    tasks = (
+        (number, CopyTask(one.name, sources, walk.locations[one.location], one.size, one.state == "wrong"))
+        for number, one in enumerate(copies)
+    )
+    num_healed = 0
 
-    def try_each(copies: Iterable[Copy], attempt: Callable[[Copy], HealedCopy]) -> dict[Copy, _Failed]:
-        """Try to repair each copy, and return the copies that stay bad with the reasons."""
+    def note_healed(one: Copy, source: str, num_bytes: int) -> None:
         nonlocal num_healed
-        failures: dict[Copy, _Failed] = {}
-        for one in copies:
-            try:
-                done.healed.append(attempt(one))
-            except _Failed as failed:
-                failures[one] = failed
-                continue
-            num_healed += 1
-            walk.records.add(one.location, one.name, "healed", "read")
-            if walk.report is not None:
-                walk.report("healed", num_healed, num_bad)
-        return failures
+        num_healed += 1
+        walk.done.healed.append(HealedCopy(one.location, one.name, one.state, source, num_bytes))
+        walk.records.add(one.location, one.name, "healed", "read")
+        if walk.report is not None:
+            walk.report("healed", num_healed, len(copies))
 
-    copies = try_each([one for _, one in left], lambda one: _from_copies(walk, one))
-    parity = {one: _Failed("", is_sure=True) for one in copies}
+    failures: dict[Copy, _Failure] = {}
+    for number, result in run_in_threads(tasks, walk.settings.jobs, walk.pace):
+        if result.source:
+            note_healed(copies[number], result.source, result.num_bytes)
+        else:
+            failures[copies[number]] = _no_copy(walk, result)
+    left = sorted(failures)
     while True:
-        known = list(parity)
-        parity = try_each(known, lambda one, known=known: _from_parity(walk, one, known))  # type: ignore[misc]
-        if len(parity) == len(known):
+        parity: dict[Copy, _Failure] = {}
+        for one in left:
+            found = _from_parity(walk, one, left)
+            if isinstance(found, int):
+                note_healed(one, "parity", found)
+            else:
+                parity[one] = found
+        if len(parity) == len(left):
             break
-    for one, failed in parity.items():
-        why = f"{copies[one]}, and {failed}"
-        if not (copies[one].is_sure and failed.is_sure):
+        left = list(parity)
+    for one, failure in parity.items():
+        why = f"{failures[one].why}, and {failure.why}"
+        if not (failures[one].is_sure and failure.is_sure):
             why = f"it could not be healed: {why}"
-            done.unchecked.append(UncheckedCopy(one.location, one.name, why))
-        elif all(lost.name != one.name for lost in done.lost):
-            done.lost.append(LostObject(one.name, walk.rows.get(one.name, 0), why))
+            walk.done.unchecked.append(UncheckedCopy(one.location, one.name, why))
+        elif all(lost.name != one.name for lost in walk.done.lost):
+            walk.done.lost.append(LostObject(one.name, walk.rows.get(one.name, 0), why))
 
 
-def _from_copies(walk: CopyWalk, bad: Copy) -> HealedCopy:
-    told: list[str] = []
-    absent = [f"{name} does not answer" for name in walk.absent]
-    try:
-        source, size = copy_object(
-            bad.name,
-            list(walk.locations.values()),
-            walk.locations[bad.location],
-            replace=bad.state == "wrong",
-            pace=walk.pace.take,
-            bad_copy=lambda one, _name, result: told.append(f"{one.name}: {result}"),
-        )
-    except (StoreFullError, StoreReadOnlyError) as error:
-        raise _Failed(str(error), is_sure=False) from None  # no source can help
-    except IntegrityError:
-        silent = absent
-    except ShardkitError as error:
-        silent = [str(error), *absent]
-    else:
-        return HealedCopy(bad.location, bad.name, bad.state, source, size)
-    why = "; ".join([*told, *silent]) or "there is no other location"
-    raise _Failed(f"no other copy is good ({why})", is_sure=not silent)
+class _Failure(NamedTuple):
+    """Why a copy could not be repaired from copies, or from parity."""
+
+    why: str
+    is_sure: bool
+    """False if a location that did not answer may have good bytes, or the bad copy cannot be overwritten."""
 
 
-def _from_parity(walk: CopyWalk, bad: Copy, left: Iterable[Copy]) -> HealedCopy:
-    """Rebuild a copy from the other objects of its parity set, without those known to be bad."""
+def _no_copy(walk: CopyWalk, result: CopyResult) -> _Failure:
+    if isinstance(result.problem, (StoreFullError, StoreReadOnlyError)):
+        return _Failure(str(result.problem), is_sure=False)  # no source can help
+    silent = [] if isinstance(result.problem, IntegrityError) else [str(result.problem)]
+    silent += [f"{name} does not answer" for name in walk.absent]
+    why = "; ".join(filter(None, [result.bad, *silent])) or "there is no other location"
+    return _Failure(f"no other copy is good ({why})", is_sure=not silent)
+
+
+def _from_parity(walk: CopyWalk, bad: Copy, left: Iterable[Copy]) -> int | _Failure:
+    """Rebuild a copy from the other objects of its parity set, without those known to be bad. Return its size."""
     record = walk.record(parse_object_name(bad.name)[0])
     if record is None:
-        raise _Failed("it has no parity", is_sure=True)
+        return _Failure("it has no parity", is_sure=True)
     locations = walk.locations
     known = {
         (record.position(parse_object_name(one.name)[0]), locations[one.location].store.url) for one in left
     }
     try:
-        size = walk.rebuild(record, bad.name, locations[bad.location].store, known)
+        return walk.rebuild(record, bad.name, locations[bad.location].store, known)
     except ShardkitError as error:
-        raise _Failed(str(error), is_sure=isinstance(error, IntegrityError)) from None
-    return HealedCopy(bad.location, bad.name, bad.state, "parity", size)
+        return _Failure(str(error), is_sure=isinstance(error, IntegrityError))
 
 
 def finish(walk: CopyWalk, *, with_logs: bool = True) -> None:

@@ -10,10 +10,10 @@ import contextlib
 import functools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from shardkit.copies.documents import HealedCopy, UncheckedCopy
 from shardkit.copies.placement import (
@@ -32,6 +32,7 @@ from shardkit.copies.repair import (
     mirror_log,
     replace_copies,
 )
+from shardkit.copies.tasks import CopyTask
 from shardkit.copies.walk import CheckSettings, CopyWalk
 from shardkit.errors import (
     IntegrityError,
@@ -44,48 +45,21 @@ from shardkit.errors import (
 )
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
-from shardkit.reading.objects import DEPTHS, ROOT_NAME, Depth, Location, copy_object
+from shardkit.reading.objects import DEPTHS, ROOT_NAME, Depth, Location
 from shardkit.repository.locations import LocationTable, read_table
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
-from shardkit.stores.waiting import RateLimiter
 
 if TYPE_CHECKING:
     from shardkit.telemetry import Record
 
-_JOBS: Final = 4
 _FEW: Final = 2_000
 _FAILURES: Final = 3
 """Number of consecutive failures after which a location is skipped until the next call."""
 
 CopyProgress = Callable[[int, int, int, int], None]
 """(number of objects done, number of objects, bytes done, bytes)."""
-
-
-class CopyTask(NamedTuple):
-    """A copy to make; see `copy_object`."""
-
-    name: str
-    sources: tuple[Location, ...]
-    target: Location
-    size: int
-
-
-CopyAll = Callable[
-    [Iterable[tuple[int, CopyTask]]], Iterator[tuple[int, "int | IntegrityError | StoreError"]]
-]
-"""Makes numbered copies and yields (number, bytes copied or the error) as each is finished."""
-
-
-def copy_task(
-    task: CopyTask, pace: RateLimiter, moved: Callable[[int], None] | None = None
-) -> int | IntegrityError | StoreError:
-    """Make a copy, and return its size in bytes or the error."""
-    try:
-        return copy_object(task.name, task.sources, task.target, pace=pace.take, moved=moved)[1]
-    except (IntegrityError, StoreError) as error:
-        return error
 
 
 @dataclass(slots=True)
@@ -129,7 +103,6 @@ def replicate(
     *,
     level: Depth = "stored",
     settings: CheckSettings | None = None,
-    copy_all: CopyAll | None = None,
     report: CopyProgress | None = None,
 ) -> Replication:
     """Repair damaged copies, and make the copies that refs and tags need and that are missing.
@@ -140,8 +113,7 @@ def replicate(
     Args:
         repository: the root.
         level: depth of the checks of shards and parity; metadata is read.
-        settings: how copies are checked.
-        copy_all: makes the copies, in place of the threads of this process.
+        settings: how copies are checked and made.
         report: called with progress.
 
     Raises:
@@ -170,7 +142,7 @@ def replicate(
             for record in encoding.encoded:
                 walk.need_parity(record)
     found = look(repository, table, walk.needed)
-    done = copy_missing(found, settings.pace, settings.jobs, report, copy_all)
+    done = copy_missing(found, settings, report)
     done.healed, done.unchecked = fixed.healed, fixed.unchecked
     done.lag_before += sum(one.num_bytes for one in fixed.healed if one.was == "missing")
     done.lost = sorted({*done.lost, *(one.name for one in fixed.lost)})
@@ -207,94 +179,51 @@ def _table_of(repository: Repository) -> LocationTable:
 
 
 def copy_missing(
-    found: Holdings,
-    pace: RateLimiter,
-    jobs: int = _JOBS,
-    report: CopyProgress | None = None,
-    copy_all: CopyAll | None = None,
+    found: Holdings, settings: CheckSettings | None = None, report: CopyProgress | None = None
 ) -> Replication:
     """Make the missing copies of `found`, critical and small ones first; see `replicate`."""
+
+    def order(one: Copy) -> tuple[bool, int, int, str]:
+        """Return the sort key: critical copies first, then objects with many locations, then small ones."""
+        needed = found.needed[one.name]
+        return not needed.is_critical, -len(needed.where), one.size or 0, one.name
+
     done = Replication.of(found)
-    copying = _Copying(found, done, report)
-    if copy_all is not None:
-        left = ((i, copying.task(one)) for i, one in enumerate(copying.work) if copying.is_wanted(one))
-        for number, outcome in copy_all(left):
-            copying.settle(copying.work[number], outcome)
-            copying.moved(outcome if isinstance(outcome, int) else 0)
-    else:
+    work = sorted((one for one in found.missing if one.location in found.stores), key=order)
+    # Adopted tars are not listed in the root, but they are read through it.
+    adopted = Location(name=ROOT_NAME, store=AdoptedStore(found.root))
+    failures: Counter[str] = Counter()  # consecutive failures of each location
+    objects, num_bytes, total_bytes = 0, 0, sum(one.size or 0 for one in work)
 
-        def copy(one: Copy) -> None:
-            if copying.is_wanted(one):
-                copying.settle(one, copy_task(copying.task(one), pace, copying.moved))
-                copying.moved(0)
+    def tasks() -> Iterator[tuple[int, CopyTask]]:
+        for number, one in enumerate(work):
+            if found.all[one.location].state == "ok":
+                sources = tuple(found.sources(one.name)) or (adopted,)
+                yield number, CopyTask(one.name, sources, found.stores[one.location], one.size)
 
-        with ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-copy") as pool:
-            try:
-                list(pool.map(copy, copying.work))
-            except BaseException:
-                pace.stop()
-                pool.shutdown(cancel_futures=True)
-                raise
+    for number, result in (settings or CheckSettings()).run_all(tasks()):
+        one = work[number]
+        there = found.all[one.location]
+        if result.source:
+            failures[one.location] = 0
+            objects, num_bytes = objects + 1, num_bytes + result.num_bytes
+            there.copied, there.copied_bytes = there.copied + 1, there.copied_bytes + result.num_bytes
+            found.held[one.location].add(one.name)
+        elif isinstance(result.problem, IntegrityError):
+            if one.name not in done.lost:
+                done.lost.append(one.name)
+            there.problem = there.problem or str(result.problem)
+        else:
+            failures[one.location] += 1
+            there.problem = str(result.problem)
+            is_hopeless = isinstance(result.problem, (StoreFullError, StoreReadOnlyError))
+            if is_hopeless or failures[one.location] >= _FAILURES:
+                there.state = "failed"
+        if report is not None:
+            report(objects, len(work), num_bytes, total_bytes)
     found.count_missing()
     done.lag_after = found.lag_bytes
     return done
-
-
-class _Copying:
-    """State of the copies that several threads make."""
-
-    def __init__(self, found: Holdings, done: Replication, report: CopyProgress | None) -> None:
-        self._found, self._done, self._report = found, done, report
-        self._targets = found.stores
-        self.work = sorted(
-            (one for one in found.missing if one.location in self._targets),
-            key=self._order,
-        )
-        self._total_bytes = sum(one.size or 0 for one in self.work)
-        self._objects = self._bytes = 0
-        self._failures = dict.fromkeys(found.all, 0)
-        self._lock = threading.Lock()
-        # Adopted tars are not listed in the root, but they are read through it.
-        self._adopted = Location(name=ROOT_NAME, store=AdoptedStore(found.root))
-
-    def _order(self, one: Copy) -> tuple[bool, int, int, str]:
-        """Return the sort key of a copy: critical copies first, then objects with many locations, then small ones."""
-        needed = self._found.needed[one.name]
-        return not needed.is_critical, -len(needed.where), one.size or 0, one.name
-
-    def is_wanted(self, one: Copy) -> bool:
-        return self._found.all[one.location].state == "ok"
-
-    def task(self, one: Copy) -> CopyTask:
-        sources = self._found.sources(one.name) or [self._adopted]
-        return CopyTask(one.name, tuple(sources), self._targets[one.location], one.size or 0)
-
-    def moved(self, num_bytes: int) -> None:
-        with self._lock:
-            self._bytes += num_bytes
-            if self._report is not None:
-                self._report(self._objects, len(self.work), self._bytes, self._total_bytes)
-
-    def settle(self, one: Copy, outcome: int | IntegrityError | StoreError) -> None:
-        """Record the outcome of a copy: its bytes or the error."""
-        there, name = self._found.all[one.location], one.name
-        with self._lock:
-            if isinstance(outcome, IntegrityError):
-                if name not in self._done.lost:
-                    self._done.lost.append(name)
-                there.problem = there.problem or str(outcome)
-            elif isinstance(outcome, StoreError):
-                self._failures[one.location] += 1
-                there.problem = str(outcome)
-                hopeless = isinstance(outcome, (StoreFullError, StoreReadOnlyError))
-                if hopeless or self._failures[one.location] >= _FAILURES:
-                    there.state = "failed"
-            else:
-                self._failures[one.location] = 0
-                there.copied += 1
-                there.copied_bytes += outcome
-                self._objects += 1
-                self._found.held[one.location].add(name)
 
 
 def mirror(found: Holdings) -> None:
@@ -370,14 +299,14 @@ def _check_logs(repository: Repository, table: LocationTable) -> None:
 
 
 def _copy_before_commit(repository: Repository, table: LocationTable, versions: Sequence[str]) -> None:
-    mode, pace = table.policy.mode, RateLimiter()
+    mode = table.policy.mode
     if mode == "sync":
-        encode_parity(repository, table.policy.parity, versions, pace).check()
+        encode_parity(repository, table.policy.parity, versions).check()
     needed = find_needed(repository, table, versions)
     if mode == "hybrid":
         needed = {name: one for name, one in needed.items() if one.is_critical}
     found = look(repository, table, needed, listing=len(needed) > _FEW)
-    done = copy_missing(found, pace)
+    done = copy_missing(found)
     if done.lag_after or done.lost or found.missing:
         bad = [one for one in done.locations if one.lag or one.state != "ok"]
         told = "; ".join(f"{one.name}: {one.problem or one.state}" for one in bad) or ", ".join(done.lost[:3])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from shardkit.copies.documents import UncheckedCopy
 from shardkit.copies.placement import Copy
@@ -16,8 +16,6 @@ from shardkit.errors import UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.attestations import Attestation, read_attestations
 from shardkit.reading.objects import CheckResult, Depth
-
-_AHEAD: Final = 4  # checks submitted per job at a time: few, so that a scrub ends soon after its time box
 
 
 @dataclass
@@ -129,16 +127,18 @@ def scrub(
         due = _due(walk, read_attestations([walk.root]), only, older_than_s, done)
         until = None if time_box_s is None else started + time_box_s
         bad: list[Copy] = []
-        number = 0
-        while number < len(due) and (until is None or clock() < until):
-            group = [copy for _, copy in due[number : number + settings.jobs * _AHEAD]]
-            number += len(group)
-            for copy, result in walk.check(group, lambda _: depth, len(due)):
-                done.locations[copy.location].count(copy, result)
-                if copy.is_bad:
-                    bad.append(copy)
-        done.remaining = len(due) - number
-        for last, copy in due[number:]:
+        waiting = deque(due)
+
+        def in_time() -> Iterator[Copy]:
+            while waiting and (until is None or clock() < until):
+                yield waiting.popleft()[1]
+
+        for copy, result in walk.check(in_time(), lambda _: depth, len(due)):
+            done.locations[copy.location].count(copy, result)
+            if copy.is_bad:
+                bad.append(copy)
+        done.remaining = len(waiting)
+        for last, copy in waiting:
             done.locations[copy.location].waits_since(last)
         if heal:
             done.repair, done.unchecked = fixed, [*fixed.unchecked]

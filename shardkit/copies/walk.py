@@ -10,10 +10,9 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardkit.copies.documents import (
     Fork,
@@ -24,6 +23,7 @@ from shardkit.copies.documents import (
     merged_names,
 )
 from shardkit.copies.placement import Copy, NeededObject, add_needed, list_copies, needed_of, placement
+from shardkit.copies.tasks import CopyCheck, CopyTask, RunAll, run_in_threads
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
@@ -53,28 +53,19 @@ CheckProgress = Callable[[str, int, int], None]
 """(action, number of copies done, number of copies)."""
 
 
-class CopyCheck(NamedTuple):
-    """A check to make; see `check_object`."""
-
-    store: Store
-    name: str
-    size: int | None
-    depth: Depth
-
-
-CheckAll = Callable[[Iterable[tuple[int, CopyCheck]]], Iterator[tuple[int, CheckResult]]]
-"""Makes numbered checks, and yields (number, result) as each is finished."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings:
-    """How copies are checked."""
+    """How copies are checked and made."""
 
     locations: Sequence[LocationRecord] = ()  # further copies that the root's table does not name
     pace: RateLimiter = field(default_factory=RateLimiter)  # rate limit and schedule
-    jobs: int = 4  # number of copies checked at once
-    check_all: CheckAll | None = None  # replaces the threads of this process
+    jobs: int = 4  # number of copies checked or made at once
+    engine: RunAll | None = None  # runs checks and copies in place of the threads of this process
     report: CheckProgress | None = None  # called with progress
+
+    def run_all(self, tasks: Iterable[tuple[int, CopyCheck | CopyTask]]) -> Iterator[tuple[int, Any]]:
+        """Run tasks on the engine, otherwise in threads; see `RunAll`."""
+        return self.engine(tasks) if self.engine else run_in_threads(tasks, self.jobs, self.pace)
 
 
 @dataclass
@@ -129,6 +120,7 @@ class CopyWalk:
         rows: object name of a shard → its number of samples.
         done: result of the call.
         records: attestations of the call.
+        settings: how copies are checked and made.
         pace: rate limit and schedule.
         report: called with progress.
     """
@@ -145,11 +137,11 @@ class CopyWalk:
     ) -> None:
         self._url, self._by, self._level, self._heal = url, by, level, heal
         self._restored = restored
-        self._settings = settings or CheckSettings()
-        self.pace, self.report = self._settings.pace, self._settings.report
+        self.settings = settings or CheckSettings()
+        self.pace, self.report = self.settings.pace, self.settings.report
 
     def __enter__(self) -> CopyWalk:
-        url, more, heal = self._url, self._settings.locations, self._heal
+        url, more, heal = self._url, self.settings.locations, self._heal
         self.documents = check_documents(open_store(url), more)
         healed = [*self._restored, *(self.documents.heal_root() if heal else [])]
         self.repository = Repository.open(url)
@@ -174,7 +166,6 @@ class CopyWalk:
         for version in self.done.versions:
             self._add(version)
         self.records = Records(None if self._by is None else self.root, self._by or "")
-        self._pool = ThreadPoolExecutor(self._settings.jobs, thread_name_prefix="shardkit-check")
         return self
 
     def _merge_forks(self) -> None:
@@ -198,9 +189,6 @@ class CopyWalk:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.pace.stop()  # so that the other threads end soon
-        self._pool.shutdown()
         # keep the results so far, but do not hide the first error
         with contextlib.suppress(*([] if error is None else [ShardkitError])):
             self.records.flush()
@@ -222,40 +210,34 @@ class CopyWalk:
         return (one for one in list_copies(self.needed) if one.location in self.locations)
 
     def check(
-        self, copies: Sequence[Copy], depth: Callable[[Copy], Depth], total: int | None = None
+        self, copies: Iterable[Copy], depth: Callable[[Copy], Depth], total: int
     ) -> Iterator[tuple[Copy, CheckResult]]:
-        """Check copies in parallel, count and attest the results, and yield them in any order.
+        """Check copies, taken one by one; count and attest the results, and yield them in any order.
 
         Args:
             copies: copies to check.
             depth: function that returns the depth of a copy's check.
-            total: number of copies for progress, if the caller checks them in several calls.
+            total: number of copies, for progress.
 
         Returns:
             The copies with their states, and the results.
         """
-        if total is None:
-            total = self.done.copies + len(copies)
-        stores = {name: location.store for name, location in self.locations.items()}
-        checks = [CopyCheck(stores[one.location], one.name, one.size, depth(one)) for one in copies]
-        results: Iterator[tuple[Copy, CheckResult]]
-        if self._settings.check_all is not None:
-            results = (
-                (copies[number], found) for number, found in self._settings.check_all(enumerate(checks))
-            )
-        else:
-            results = zip(copies, self._pool.map(self._check, checks), strict=True)
-        for one, result in results:
-            yield self._note(one, result), result
+        running: dict[int, Copy] = {}
+
+        def checks() -> Iterator[tuple[int, CopyCheck]]:
+            for number, one in enumerate(copies):
+                running[number] = one
+                yield number, CopyCheck(self.locations[one.location].store, one.name, one.size, depth(one))
+
+        for number, result in self.settings.run_all(checks()):
+            yield self._note(running.pop(number), result), result
             if self.report is not None:
                 self.report("checked", self.done.copies, total)
 
-    def _check(self, one: CopyCheck) -> CheckResult:
-        return check_object(one.store, one.name, one.size, one.depth, self.pace.take)
-
     def find_bad(self, copies: Sequence[Copy], depth: Callable[[Copy], Depth]) -> list[Copy]:
         """Check copies and return the wrong and missing ones."""
-        return [one for one, _ in self.check(copies, depth) if one.is_bad]
+        total = self.done.copies + len(copies)
+        return [one for one, _ in self.check(copies, depth, total) if one.is_bad]
 
     def check_attested(self, looks: dict[str, dict[str, Attestation]]) -> Iterator[Copy]:
         """Check copies that were attested as bad, and yield the copies that are still bad."""
@@ -272,7 +254,8 @@ class CopyWalk:
                 if look.result == "missing" and location not in needed.where and self.table.others:
                     continue  # the policy wants no copy there
                 one = Copy(location, name, needed.size)
-                result = self._check(CopyCheck(self.locations[location].store, name, needed.size, "read"))
+                store = self.locations[location].store
+                result = check_object(store, name, needed.size, "read", self.pace.take)
                 if result.is_good:  # "healed" outweighs an earlier "wrong" or "missing"
                     result = result._replace(result="healed")
                 one = self._note(one, result)

@@ -283,11 +283,13 @@ class Healer:
         while True:
             location, name = self._work.get()
             try:
-                copy_object(name, self._locations, location, replace=True)
-                self._read_events.note("healed", location.name, what=name)
-                self._record(location, name, "healed", level="read")
-            except ShardkitError as error:
-                self._read_events.note("heal_failed", location.name, what=name, reason=str(error))
+                copied = copy_object(name, self._locations, location, replace=True)
+                if copied.source:
+                    self._read_events.note("healed", location.name, what=name)
+                    self._record(location, name, "healed", level="read")
+                else:
+                    reason = str(copied.problem)
+                    self._read_events.note("heal_failed", location.name, what=name, reason=reason)
             finally:
                 self._work.task_done()
 

@@ -207,6 +207,19 @@ def _compare(digest: str, found: str, level: Depth, num_bytes: int) -> CheckResu
     return CheckResult("good" if found == digest else "wrong", level, num_bytes, digest, found)
 
 
+class CopyResult(NamedTuple):
+    """Result of copying one object."""
+
+    source: str = ""
+    """Name of the location with good bytes; empty if the copy was not made."""
+    num_bytes: int = 0
+    """Size of the object in bytes."""
+    problem: IntegrityError | StoreError | None = None
+    """IntegrityError if every source is wrong or lacks the object; otherwise the error of a store."""
+    bad: str = ""
+    """Bad sources, such as "mirror: wrong, root: missing"."""
+
+
 def copy_object(
     name: str,
     sources: Sequence[Location],
@@ -214,9 +227,7 @@ def copy_object(
     *,
     replace: bool = False,
     pace: Callable[[int], None] | None = None,
-    moved: Callable[[int], None] | None = None,
-    bad_copy: Callable[[Location, str, str], None] | None = None,
-) -> tuple[str, int]:
+) -> CopyResult:
     """Copy an object durably from the first source with good bytes to a location.
 
     Args:
@@ -225,57 +236,41 @@ def copy_object(
         target: location to write to.
         replace: overwrite an existing object without checking it.
         pace: called with the bytes of each piece before it is read; may sleep.
-        moved: called with the bytes of each piece after it is written.
-        bad_copy: called with (source, name, "wrong" or "missing") for each bad source.
-
-    Returns:
-        (name of the source, bytes of the object).
-
-    Raises:
-        IntegrityError: every source is wrong or lacks the object.
-        StoreError: no source gave good bytes, and at least one could not be read.
     """
     digest, extension = parse_object_name(name)
     bad: dict[str, str] = {}
     silent: StoreError | None = None
-    for source in sources:
-        if source.name == target.name:
-            continue
-        with target.store.stage(extension) as stage:
-            try:
-                _fill(stage, source, name, pace, moved)
-            except NotFoundError:
-                bad[source.name] = "missing"
-            except IntegrityError:
-                bad[source.name] = "wrong"
-            except ShardkitError as error:
-                if stage.is_broken:
-                    raise  # a write to the target failed: another source does not help
-                silent = error if isinstance(error, StoreError) else StoreError(str(error))
-            else:
-                if f"sha256:{stage.digest}" == digest:
-                    if replace:
-                        stage.publish(name, replace=True)
-                    else:
-                        publish(target.store, stage, Descriptor(digest, stage.size, extension))
-                    return source.name, stage.size
-                bad[source.name] = "wrong"
-        if bad_copy is not None and source.name in bad:
-            bad_copy(source, name, bad[source.name])
-    if silent is not None:
-        raise silent
-    told = ", ".join(f"{where}: {what}" for where, what in bad.items()) or "none was asked"
-    root = next((one.store.url for one in (*sources, target) if one.name == ROOT_NAME), "ROOT")
-    raise IntegrityError(f"{name}: no location has good bytes of it ({told}); run: shardkit repair {root}")
+    try:
+        for source in sources:
+            if source.name == target.name:
+                continue
+            with target.store.stage(extension) as stage:
+                try:
+                    _fill(stage, source, name, pace)
+                except NotFoundError:
+                    bad[source.name] = "missing"
+                except IntegrityError:
+                    bad[source.name] = "wrong"
+                except ShardkitError as error:
+                    if stage.is_broken:
+                        raise  # a write to the target failed: another source does not help
+                    silent = error if isinstance(error, StoreError) else StoreError(str(error))
+                else:
+                    if f"sha256:{stage.digest}" == digest:
+                        if replace:
+                            stage.publish(name, replace=True)
+                        else:
+                            publish(target.store, stage, Descriptor(digest, stage.size, extension))
+                        return CopyResult(source.name, stage.size)
+                    bad[source.name] = "wrong"
+    except ShardkitError as error:
+        silent = error if isinstance(error, StoreError) else StoreError(str(error))
+    told = ", ".join(f"{where}: {what}" for where, what in bad.items())
+    lost = IntegrityError(f"{name}: no location has good bytes of it ({told or 'there is no other one'})")
+    return CopyResult(problem=silent or lost, bad=told)
 
 
-def _fill(
-    stage: Stage,
-    source: Location,
-    name: str,
-    pace: Callable[[int], None] | None,
-    moved: Callable[[int], None] | None,
-) -> None:
+def _fill(stage: Stage, source: Location, name: str, pace: Callable[[int], None] | None) -> None:
     stat = source.store.head(name)
     if stat is None:
         raise NotFoundError(f"{name} is not in {source.store.url}")
@@ -283,8 +278,6 @@ def _fill(
         raise IntegrityError(f"{name} in {source.store.url}: {stat.size} bytes, no object is that large")
     for piece in _pieces(source.store, name, stat.size, pace):
         stage.write(piece)
-        if moved is not None:
-            moved(len(piece))
 
 
 def _pieces(store: Store, name: str, size: int, pace: Callable[[int], None] | None) -> Iterator[bytes]:

@@ -326,7 +326,7 @@ class TestScrub:
     """Longest unlooked-at first, within its time; goes on where it was."""
 
     def test_every_copy_is_reached_in_turns(self, tmp_path: Path) -> None:
-        """A clock that ticks with each question makes the box small: about ten calls see everything once."""
+        """A clock that ticks with each copy makes the box small: about ten calls see everything once."""
         make(tmp_path)
         total = len(whole(tmp_path))
         ticks = iter(range(10**6))
@@ -336,7 +336,7 @@ class TestScrub:
             done = scrub(
                 str(tmp_path),
                 older_than_s=3_600,
-                time_box_s=2.5,
+                time_box_s=12.5,
                 settings=CheckSettings(jobs=2),
                 clock=lambda: float(next(ticks)),
             )

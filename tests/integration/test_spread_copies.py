@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -70,14 +71,18 @@ def damage(folder: Path, count: int) -> set[str]:
 def test_scrub_and_repair_find_what_threads_find(root: Path) -> None:
     wanted = damage(root.parent / "rack" / "cats", 3)
     with Elsewhere() as engine:
-        found = scrub(str(root), depth="read", settings=CheckSettings(check_all=spread(engine)))
+        found = scrub(
+            str(root), depth="read", settings=CheckSettings(engine=functools.partial(spread, engine))
+        )
         plain = scrub(str(root), depth="read")
         assert {n: sorted(one.bad.items()) for n, one in found.locations.items()} == {
             n: sorted(one.bad.items()) for n, one in plain.locations.items()
         }
         assert set(found.locations["mirror"].bad) == wanted
         assert found.locations["root"].checked == found.locations["mirror"].checked > 64  # more than one task
-        healed = repair(str(root), level="read", settings=CheckSettings(check_all=spread(engine)))
+        healed = repair(
+            str(root), level="read", settings=CheckSettings(engine=functools.partial(spread, engine))
+        )
     assert {one.name for one in healed.healed} == wanted
     assert scrub(str(root), depth="read").exit_code == 0
 
@@ -88,7 +93,9 @@ def test_replicate_copies_the_same(root: Path) -> None:
     for path in sorted((mirror / "objects").rglob("*.*"))[::2]:
         path.unlink()
     with Elsewhere() as engine:
-        done = replicate(Repository.open(root), copy_all=spread(engine))
+        done = replicate(
+            Repository.open(root), settings=CheckSettings(engine=functools.partial(spread, engine))
+        )
     assert done.exit_code == 0
     assert done.lag_before > 0
     assert done.lag_after == 0
@@ -110,14 +117,18 @@ def test_a_location_that_a_node_does_not_see_is_not_called_empty(root: Path) -> 
                 mirror.with_name("away").rename(mirror)
 
     with NotMounted() as engine:
-        found = scrub(str(root), depth="read", settings=CheckSettings(jobs=64, check_all=spread(engine)))
+        found = scrub(
+            str(root), depth="read", settings=CheckSettings(jobs=64, engine=functools.partial(spread, engine))
+        )
     assert found.exit_code == 3
     assert not found.locations["mirror"].bad
     assert {one.location for one in found.unchecked} == {"mirror"}
     assert "is not seen from node" in found.unchecked[0].why
     shutil.rmtree(mirror / "objects")
     with NotMounted() as engine:
-        done = replicate(Repository.open(root), copy_all=spread(engine))
+        done = replicate(
+            Repository.open(root), settings=CheckSettings(engine=functools.partial(spread, engine))
+        )
     assert not done.lost
     assert done.exit_code == 3
 

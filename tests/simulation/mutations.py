@@ -13,7 +13,7 @@ from unittest import mock
 
 import msgspec
 
-from shardkit.copies import collecting, place, placement, repair, replicate, walk
+from shardkit.copies import collecting, place, placement, replicate, tasks, walk
 from shardkit.dataset import erasing, removing, store_survey
 from shardkit.dataset.rewriting import ErasureJournal
 from shardkit.errors import StoreError
@@ -35,15 +35,6 @@ Patch = Callable[[], contextlib.AbstractContextManager[Any]]
 
 def _replaced(place: Any, name: str, value: Any) -> Patch:
     return lambda: mock.patch.object(place, name, value)
-
-
-def _both(one: Any, other: Any, name: str, value: Any) -> Patch:
-    @contextlib.contextmanager
-    def patched() -> Iterator[None]:
-        with mock.patch.object(one, name, value), mock.patch.object(other, name, value):
-            yield
-
-    return patched
 
 
 def _answer_taken_for_granted(self: Any, entry: Any) -> bool:
@@ -73,15 +64,15 @@ def _unchecked_get(root: Any, digest: str, extension: str, size: int | None = No
     return bytes(root.get(object_name(digest, extension), max_bytes=size or store.MAX_OBJECT_BYTES))
 
 
-def _unchecked_copy(name: str, sources: Any, target: Any, **_: Any) -> tuple[str, int]:
+def _unchecked_copy(name: str, sources: Any, target: Any, **_: Any) -> Any:
     """A copy gets its name without a look at its bytes."""
     for source in sources:
         if source.name != target.name:
             data = source.store.get(name, max_bytes=store.MAX_OBJECT_BYTES)
             if not target.store.put_new(name, data):
                 target.store.replace(name, data)
-            return source.name, len(data)
-    raise StoreError(name)
+            return objects.CopyResult(source.name, len(data))
+    return objects.CopyResult(problem=StoreError(name))
 
 
 def _root_alone(self: Any, repository: Any) -> None:
@@ -271,7 +262,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
     "an object's digest is not checked": _replaced(inventory, "read_object", _unchecked_get),
-    "a copy is not checked": _both(replicate, repair, "copy_object", _unchecked_copy),
+    "a copy is not checked": _replaced(tasks, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
     "surplus goes without a look at what stays": _replaced(place, "drop_surplus", _moved_at_once),
     "commits do not look at collections": _replaced(committing, "check_not_deleted", _nothing),
@@ -291,7 +282,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "the last commit wins": _replaced(committing.Changes, "apply", _last_one_wins),
     "marking ignores tags": _replaced(collecting, "mark_live", _mark_refs),
     "tags may be moved": _replaced(committing.Changes, "_add_tags", _move_tags),
-    "repair believes what is there": _replaced(walk, "check_object", _listed),
+    "repair believes what is there": _replaced(tasks, "check_object", _listed),
     "a killed erasure is forgotten": _replaced(removing, "finish_erasures", _no_reports),
     "an erasure begins without a note": _replaced(ErasureJournal, "begin", _nothing),
     "erasing leaves the parity": _replaced(erasing, "delete_parity", _nothing),

@@ -105,25 +105,16 @@ def test_a_copy_is_verified_while_it_is_made(tmp_path: Path) -> None:
     repository = Repository.create(tmp_path / "good")
     name = repository.put_object(data, "tar").name
     bad.store.put_new(name, b"\1" + data[1:])
-    with pytest.raises(IntegrityError, match="bad: wrong, empty: missing"):
-        copy_object(name, [bad, _location(tmp_path / "empty", "empty")], target, pace=RateLimiter().take)
+    refused = copy_object(name, [bad, _location(tmp_path / "empty", "empty")], target)
+    assert (refused.source, refused.bad) == ("", "bad: wrong, empty: missing")
+    assert isinstance(refused.problem, IntegrityError)
     assert target.store.head(name) is None
-    told: list[tuple[str, str]] = []
     moved: list[int] = []
-    source, size = copy_object(
-        name,
-        [bad, good],
-        target,
-        pace=RateLimiter().take,
-        moved=moved.append,
-        bad_copy=lambda at, _, how: told.append((at.name, how)),
-    )
-    assert (source, size) == ("good", len(data))
-    assert target.store.get(name, max_bytes=size) == data
-    assert told == [("bad", "wrong")]
+    assert copy_object(name, [bad, good], target, pace=moved.append) == ("good", len(data), None, "")
+    assert target.store.get(name, max_bytes=len(data)) == data
     assert sum(moved) == 2 * len(data)
-    copy_object(name, [good], bad, pace=RateLimiter().take)  # over bad bytes
-    assert bad.store.get(name, max_bytes=size) == data
+    copy_object(name, [good], bad)  # over bad bytes
+    assert bad.store.get(name, max_bytes=len(data)) == data
 
 
 def _make(root: Path, ref: str = "main", first: int = 0) -> None:

@@ -10,16 +10,17 @@ import contextlib
 import functools
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.placement import unknown_strata
 from shardkit.copies.repair import encode_parity
-from shardkit.copies.replicate import CopyTask, copy_task, find_lag
-from shardkit.copies.walk import CheckSettings, CopyCheck
-from shardkit.errors import ConfigurationError, ShardkitError, StoreError, UsageError
-from shardkit.reading.objects import CheckResult, check_object
+from shardkit.copies.replicate import find_lag
+from shardkit.copies.tasks import CopyCheck, CopyTask
+from shardkit.copies.walk import CheckSettings
+from shardkit.errors import ConfigurationError, ShardkitError, UsageError
+from shardkit.reading.objects import CheckResult, CopyResult
 from shardkit.repository.locations import LocationRecord, read_table
 from shardkit.repository.log import IDENTITY_NAME
 from shardkit.repository.policy import Policy
@@ -118,10 +119,10 @@ class Work:
         self._status.show(f"{what} {done:,} of {count_text(total, 'copy', 'copies')}")
 
     def checks(self, jobs: int, location: Sequence[str] | None = None) -> CheckSettings:
-        """Return settings for checking copies, including those in further locations."""
+        """Return settings for checking and making copies, including those in further locations."""
         more = tuple(map(LocationRecord.parse, location or ()))
-        check_all = spread(self.engine)
-        return CheckSettings(locations=more, pace=self.pace, jobs=jobs, check_all=check_all, report=self.tell)
+        engine = None if self.engine is None else functools.partial(spread, self.engine)
+        return CheckSettings(locations=more, pace=self.pace, jobs=jobs, engine=engine, report=self.tell)
 
     def clear(self) -> None:
         self._status.clear()
@@ -180,23 +181,15 @@ class CopyWorker:
     def close(self) -> None:
         """Nothing is kept open."""
 
-    def work(self, item: _Tasks, report: Report) -> list[tuple[int, Any]]:
-        """Return (number, result) of each task: a `CheckResult`, or the result of `copy_task`."""
-        return [(number, self._run_task(task, report)) for number, task in item.tasks]
-
-    def _run_task(self, task: CopyCheck | CopyTask, report: Report) -> CheckResult | int | ShardkitError:
-        if isinstance(task, CopyTask):
-            for location in (task.target, *task.sources):
-                if problem := self._problem(location.store):
-                    return StoreError(problem)
-            outcome = copy_task(task, RateLimiter())
-            report(1, outcome if isinstance(outcome, int) else 0)
-            return outcome
-        if problem := self._problem(task.store):
-            return CheckResult("unreadable", "list", got=problem)
-        found = check_object(*task)
-        report(1, found.num_bytes)
-        return found
+    def work(self, item: _Tasks, report: Report) -> list[tuple[int, CheckResult | CopyResult]]:
+        """Return (number, result) of each task."""
+        done: list[tuple[int, CheckResult | CopyResult]] = []
+        for number, task in item.tasks:
+            problem = next(filter(None, map(self._problem, task.stores)), "")
+            result = task.failed(problem) if problem else task.run(RateLimiter().take)
+            report(1, result.num_bytes)
+            done.append((number, result))
+        return done
 
     def _problem(self, store: Store) -> str:
         """Return why this machine cannot access a location, or an empty string if it can."""
@@ -210,19 +203,12 @@ class CopyWorker:
         return why and f"{store.url} is not seen from node {platform.node()}: {why}; mount it there"
 
 
-Spread = Callable[[Iterable[tuple[int, CopyCheck | CopyTask]]], Iterator[tuple[int, Any]]]
-"""Makes numbered checks or copies, and yields (number, result) as each is finished."""
-
-
-def _spread(engine: Engine, tasks: Iterable[tuple[int, CopyCheck | CopyTask]]) -> Iterator[tuple[int, Any]]:
-    """Yield (number, result) of each task in order of completion. The caller reports progress."""
+def spread(
+    engine: Engine, tasks: Iterable[tuple[int, CopyCheck | CopyTask]]
+) -> Iterator[tuple[int, CheckResult | CopyResult]]:
+    """Run checks or copies on a started engine, and yield (number, result) of each in order of completion."""
     for outcomes in engine.run(CopyWorker, _group(tasks), lambda _rows, _size: None):
         yield from outcomes
-
-
-def spread(engine: Engine | None) -> Spread | None:
-    """Return a function that makes checks or copies on a started engine, or None without an engine."""
-    return None if engine is None else functools.partial(_spread, engine)
 
 
 @contextlib.contextmanager

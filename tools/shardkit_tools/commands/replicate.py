@@ -13,7 +13,7 @@ from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.commands.repair import print_unchecked
 from shardkit_tools.console import bytes_text
-from shardkit_tools.copies import copying, spread
+from shardkit_tools.copies import copying
 from shardkit_tools.options import option
 
 
@@ -55,7 +55,6 @@ def replicate(
                 repository,
                 level=level,
                 settings=work.checks(jobs),
-                copy_all=spread(work.engine),
                 report=work.report,
             )
         )
