@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
+from shardkit.reading.attestations import read_attestations
 from shardkit.stores.local import open_store
 from tests.command_line import document_of, output_of
 from tests.servers.object_stores import s3_client, s3_environment
@@ -206,10 +207,9 @@ def test_readers_need_no_right_to_write(tmp_path: Path, source: Path) -> None:
             path.chmod(0o755 if path.is_dir() else 0o644)
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folders} == before
     assert set(folders) == {root, disk, *root.rglob("*"), *disk.rglob("*")}  # nothing was made either
-    attested = [json.loads(path.read_text()) for path in (runs / "attest").rglob("*.json")]
-    assert {(one["result"], one["location"]) for one in attested} == {
-        ("wrong", "root")
-    }  # for repair --from-run
+    attested = read_attestations([open_store(runs)])  # for repair --from-run
+    assert attested.keys() == {"root"}
+    assert {one.result for one in attested["root"].values()} == {"wrong"}
 
 
 def test_verify_looks_at_the_root_and_not_at_its_copies(tmp_path: Path, source: Path) -> None:

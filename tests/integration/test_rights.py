@@ -17,9 +17,10 @@ import pytest
 
 import shardkit
 from shardkit.copies.collecting import collect
+from shardkit.reading.attestations import read_attestations
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.repository import Repository
-from shardkit.stores.local import open_store
+from shardkit.stores.local import LocalStore, open_store
 from tests.command_line import call
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 
@@ -282,9 +283,8 @@ def test_a_reader_without_the_right_to_write_trains_on_and_its_attestations_heal
     assert len(set(seen)) == len(seen) == 24
     assert stats["remote_failovers"] > 0
     assert {right for _, right in reader.used} <= READ, "a reader does not even try to write"
-    attested = list((run_folder / "attest").rglob("*.json"))
-    assert attested
-    assert {json.loads(one.read_text())["result"] for one in attested} == {"wrong"}
+    attested = read_attestations([LocalStore(run_folder)])
+    assert {one.result for found in attested.values() for one in found.values()} == {"wrong"}
     code, told = scene.call([*arguments, "--from-run", str(run_folder)], reader)
     assert code, "healing needs the right to write"
     assert "s3:PutObject" in told
