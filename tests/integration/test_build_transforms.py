@@ -66,6 +66,12 @@ def mend(sample):
     name = sample.get("Full name/first") or sample.get("name")
     return {"n": int(number) if str(number).isdigit() else -1, "name": name if isinstance(name, str) else "?"}
 
+def some(sample):
+    return {"n": sample["n"], **({"odd": 1} if sample["n"] % 2 else {}), **({"late": 1} if sample["n"] > 80 else {})}
+
+def fewer(sample):
+    return {"n": sample["n"], **({"early": 1} if sample["n"] < 80 else {})}
+
 constant = 3
 """
 
@@ -152,6 +158,21 @@ def test_types_are_those_of_the_source_or_of_the_values(tmp_path: Path, module: 
         shardkit_tools.build(
             lines, tmp_path / "c", apply=module("arrays"), output_schema={"some_other": "str"}
         )
+
+
+def test_samples_of_a_function_may_lack_fields(tmp_path: Path, module: Module) -> None:
+    lines = source(tmp_path / "a.jsonl")
+    with pytest.raises(SampleError, match=r"a\.jsonl line 82: .*'late'.*--output-schema 'late=TYPE\?'"):
+        shardkit_tools.build(lines, tmp_path / "a", apply=module("some"))
+    shardkit_tools.build(
+        lines, tmp_path / "a", apply=module("some"), output_schema={"late": "int8?"}, shuffle=False
+    )
+    found = samples(tmp_path / "a")
+    assert [found[n]["odd"] for n in range(4)] == [None, 1, None, 1]
+    assert [one["late"] for one in found] == [None] * 81 + [1] * 9
+    with pytest.raises(SampleError, match=r"a\.jsonl line 81: .*'early'.*--output-schema 'early=int64\?'"):
+        shardkit_tools.build(lines, tmp_path / "b", apply=module("fewer"))
+    assert shardkit_tools.build(lines, tmp_path / "b", apply=module("fewer"), on_error="skip").rows == 80
 
 
 def test_missing_values_go_through_functions_and_tokenizers(

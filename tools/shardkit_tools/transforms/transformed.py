@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError
+from shardkit.extras import shell_word
 from shardkit.formats import Schema
 from shardkit_tools.importers.protocol import (
     MIXED,
@@ -113,8 +114,27 @@ class TransformedImporter:
                 yield SourceFailure(found.source_name, found.source_row, error)
                 continue
             for piece, sample in enumerate(samples):
+                if sample.keys() != self._schema.keys() and (why := self._field_error(sample, where)):
+                    yield SourceFailure(found.source_name, found.source_row, why)
+                    continue
                 key = found.key if len(samples) == 1 or found.key is None else f"{found.key}-{piece}"
                 yield SourceSample(sample, key, found.source_name, found.source_row, piece)
+
+    def _field_error(self, sample: Mapping[str, object], where: _Where) -> SampleError | None:
+        """Return why a sample has other fields than the first ones; None if it only lacks optional fields."""
+        added = sorted(map(str, sample.keys() - self._schema.keys()))
+        missing = [n for n, kind in self._schema.items() if not kind.optional and n not in sample]
+        if not added and not missing:
+            return None
+        name = [*added, *missing][0]
+        what = (
+            f"field {name!r}, which the first samples do not have"
+            if added
+            else f"no field {name!r}, as the first"
+        )
+        kind = "TYPE" if added else self._schema[name]
+        advice = f"--output-schema {shell_word(f'{name}={kind}?')}"
+        return SampleError(f"{where}: the sample has {what}; change the function, or give a type: {advice}")
 
     def _rows(self, task: SourceTask) -> Iterator[tuple[SourceSample | SourceFailure, _Where]]:
         paths = {file.name: file.path for file in task.files}
@@ -216,21 +236,21 @@ def types_of(
     rows = list(samples)
     if not rows:
         raise SourceError("no sample is left after --apply; change the function or the source")
-    names = list(rows[0][1])
-    for name in given:
-        if name not in names:
+    looked_at = rows[:1] if skip else rows  # a field of a bad sample is none of the others
+    names = list(dict.fromkeys(name for _, row in looked_at for name in row))
+    for name, kind in given.items():
+        if name not in names and not kind.endswith("?"):
             raise SchemaError(
                 f"--output-schema names the field {name!r}, which the samples do not have; they have "
-                f"{', '.join(names)}"
+                f"{', '.join(names)}; if later ones have it, give it an optional type: {name}={kind}?"
             )
-    return Schema.parse(
-        {
-            name: given[name]
-            if name in given
-            else _field(name, [(where, row[name]) for where, row in rows if name in row], source, skip)
-            for name in names
-        }
-    )
+    types = {}
+    for name in names:
+        values = [(where, row[name]) for where, row in rows if name in row]
+        kind = given.get(name) or _field(name, values, source, skip)
+        is_optional = not skip and len(values) < len(rows) and name not in given
+        types[name] = kind.removesuffix("?") + "?" if is_optional else kind
+    return Schema.parse({**types, **given})
 
 
 def _field(name: str, values: list[tuple[str, object]], source: Schema, skip: bool) -> str:
