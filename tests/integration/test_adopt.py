@@ -366,24 +366,17 @@ def linked(path: Path) -> str:
 
 
 GOOD = {"a.txt": b"one", "a.cls": b"1"}
+# what the reader of tars refuses is tested with the importer; one case shows that adoption uses it
 REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
     "two names": (two_names, r"member 'b\.txt' is called 'a\.txt' in its own header.*shardkit build"),
     "link": (linked, r"'a\.txt' is a symbolic link"),
-    "traversal": (lambda p: write_tar(p, {"../a.txt": b""}), "leads out of its folder"),
-    "trailing": (lambda p: hostile(p, Path(write_tar(p, GOOD)).read_bytes() + b"x" * 512), "follows the end"),
-    "cut": (lambda p: hostile(p, Path(write_tar(p, GOOD)).read_bytes()[:1200]), "cut short"),
     "empty": (lambda p: write_tar(p, {}), "holds no samples"),
-    "twice": (
-        lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"1", "a.json": b"{}"}),
-        "'a' appears a second time",
-    ),
     "number": (
         lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"-01"}),
         r"'b\.cls'.*not an integer.*build",
     ),
     "range": (lambda p: write_tar(p, {**GOOD, "b.txt": b"", "b.cls": b"9" * 19}), r"sample 'b'.*int64"),
     "text": (lambda p: write_tar(p, {**GOOD, "b.txt": b"\xff", "b.cls": b"1"}), r"sample 'b'.*UTF-8"),
-    "pickle": (lambda p: write_tar(p, {"a.pyd": b"x"}), "pickle can run any code"),
     "big-endian": (
         lambda p: write_tar(p, {"a.npy": npy(np.arange(3, dtype=">i4"))}),
         r"a\.npy.*dtype >i4.*build",
@@ -393,8 +386,6 @@ REFUSED: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3))), "b.npy": npy(np.ones((3, 2)))}),
         r"float64\[\*,\*\] cannot be read where it lies.*build",
     ),
-    "short npy": (lambda p: write_tar(p, {"a.npy": npy(np.ones((2, 3)))[:-8]}), "header .* asks for"),
-    "objects": (lambda p: write_tar(p, {"a.npy": npy(np.array([1j]))}), "can be stored"),
     "gzip": (lambda p: hostile(p, b"\x1f\x8b\x08" + bytes(1000)), "is compressed without an extension"),
     "named": (lambda p: write_tar(p.with_suffix(".tar.gz"), GOOD), "compressed.*shardkit build"),
 }

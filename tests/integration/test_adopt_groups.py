@@ -126,18 +126,3 @@ def test_groups_have_limits_and_keep_the_order(tmp_path: Path, monkeypatch: pyte
     assert [len(group.tasks) for group in grouped(tasks)] == [2] * 4
     monkeypatch.setattr(adoption, "_GROUP_BYTES", 1)
     assert [len(group.tasks) for group in grouped(tasks)] == [1] * 8
-
-
-def test_the_files_of_a_task_are_added_up_once() -> None:
-    """A task may have thousands of files."""
-    asked: list[int] = []
-
-    class Task:
-        @property
-        def size(self) -> int:
-            asked.append(1)
-            return 1
-
-    tasks: list[Any] = [Task() for _ in range(200)]
-    assert [len(group.tasks) for group in grouped(tasks)] == [64, 64, 64, 8]
-    assert len(asked) == len(tasks)
