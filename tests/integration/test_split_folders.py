@@ -141,6 +141,9 @@ def test_the_unusual_is_said(tmp_path: Path) -> None:
         return " ".join(built(pictures(tmp_path / folder, *names), tmp_path / f"d-{folder}")["notes"])
 
     assert "one class only, 'a'" in notes("a/1.png", "a/2.png", folder="one")
+    alike = notes("Cat/1.png", "cat/2.png", "dog/3.png", "e\u0301/4.png", "é/5.png", folder="alike")
+    assert "2 classes: 'Cat', 'cat' differ in case" in alike
+    assert "2 classes: 'e\u0301', 'é' differ in case, spaces or Unicode form only" in alike
     many = [f"id{n:03d}/photo.png" for n in range(30)]
     assert "30 of 30 classes have one sample each" in notes(*many, folder="many")
     assert "one sample only is in class 'b'" in notes(

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
+from unicodedata import normalize
 
 from shardkit.errors import FormatError, SourceError
 from shardkit.formats.strict_json import parse_json
@@ -445,6 +446,14 @@ def _notes(
         )
     elif single and len(samples) > 2 * len(classes):
         notes.append(f"one sample only is in {_list_names(single)}")
+    alike: dict[str, list[str]] = {}  # name without case and Unicode form → classes
+    for name in classes:
+        alike.setdefault(normalize("NFC", name).casefold().strip(), []).append(name)
+    notes += [
+        f"{_list_names(names)} differ in case, spaces or Unicode form only, and are classes of their own"
+        for names in alike.values()
+        if len(names) > 1
+    ]
     likely = [name for name in classes if name.lower() in SPLIT_NAMES]
     if likely:
         notes.append(f"{_list_names(likely)} became a class; where it is a split: {_HOW}")
