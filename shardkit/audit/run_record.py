@@ -28,7 +28,7 @@ from shardkit.ledger.ledger import (
     parse_events,
     parse_records,
 )
-from shardkit.ledger.losses import Leg
+from shardkit.ledger.losses import Leg, branch_legs
 from shardkit.plan import Plan
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
@@ -119,8 +119,7 @@ class RunRecord:
 
     def loss_legs(self) -> list[Leg]:
         """Return the ranges of `legs` as `read_losses` takes them: with the digests of their plans."""
-        digests = {event["number"]: event["plan"] for event in self.plans}
-        return [Leg(digests.get(number, ""), first, end) for number, first, end in self.legs()]
+        return branch_legs(self.branch, self.events)
 
     def configurations(self) -> list[dict[str, Any]]:
         """Return the configuration of run.json, then the recorded configurations in order."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,11 +15,8 @@ from shardkit.dataset.samples import numbers_in
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.ledger import merge_journals
 from shardkit.ledger.decisions import apply_decisions, recorded_decisions
-from shardkit.ledger.losses import Leg, Losses, read_losses
+from shardkit.ledger.losses import Leg, Losses, branch_legs, read_losses
 from shardkit.plan import Plan
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _STEPS = 1024  # steps that are read at once
 
@@ -29,13 +25,9 @@ def losses_table(dataset: Any, run: str | os.PathLike[str]) -> pa.Table:
     """Return the table of `Dataset.losses`."""
     ledger, _ = merge_journals(Path(run))
     documents = ledger.event_documents()
-    events = {event["number"]: event for event in documents if event["kind"] == "plan"}
-    legs = list(_legs(ledger.branch_records(), events))
-    losses = read_losses(Path(run), legs)
-    versions, histories = (
-        Versions(dataset),
-        {event["plan"]: event.get("history") for event in events.values()},
-    )
+    legs = branch_legs(ledger.branch_records(), documents)
+    losses, versions = read_losses(Path(run), legs), Versions(dataset)
+    histories = {event["plan"]: event.get("history") for event in documents if event["kind"] == "plan"}
     batches = [pa.RecordBatch.from_pylist([], schema=_SCHEMA)]
     for leg in legs:
         history = histories[leg.plan]
@@ -59,14 +51,6 @@ _SCHEMA = pa.schema([
     ("step", pa.int64()), ("sample", pa.int64()), ("stratum", pa.dictionary(pa.int32(), pa.string())),
     ("loss", pa.float32()),
 ])  # fmt: skip
-
-
-def _legs(records: NDArray[np.void], events: dict[int, dict[str, Any]]) -> Iterator[Leg]:
-    """Yield the ranges of consecutive steps of the branch under one plan."""
-    plans, steps = records["plan"].astype(np.int64), records["step"].astype(np.int64)
-    borders = [0, *(np.flatnonzero(np.diff(plans)) + 1).tolist(), len(records)] if len(records) else []
-    for first, end in itertools.pairwise(borders):
-        yield Leg(events[int(plans[first])]["plan"], int(steps[first]), int(steps[end - 1]) + 1)
 
 
 def _borders(plan: Plan, leg: Leg) -> list[int]:

@@ -46,7 +46,7 @@ class Journal:
         plan: hex digest of the plan.
         rank: rank of this process.
         world: number of ranks.
-        lanes: number of lanes of the plan. A step is complete when all are recorded. With 0, steps are not merged.
+        lanes: number of lanes of the plan. A step is complete when all are recorded.
         meta: facts that rebuild the plan (`events.PlanFacts`), written once.
         worker: index of this process; it records the steps that equal `worker` modulo `workers`.
         workers: number of processes of the rank that record steps.
@@ -60,7 +60,7 @@ class Journal:
         plan: str,
         rank: int,
         world: int,
-        lanes: int = 0,
+        lanes: int,
         meta: Mapping[str, Any] | None = None,
         worker: int = 0,
         workers: int = 1,
@@ -361,7 +361,7 @@ def _read_header(head: bytes, path: Path) -> tuple[Header, int]:
     if name is not None and name.rank != header.rank:
         raise FormatError(f"{path} is a journal of rank {header.rank}: it was renamed")
     is_sound = header.rank < header.world < _MAX_LANES and header.worker < header.workers < _MAX_LANES
-    if not is_sound or header.lanes > _MAX_LANES or header.started >= MAX_STEP:
+    if not is_sound or not 0 < header.lanes <= _MAX_LANES or header.started >= MAX_STEP:
         raise FormatError(f"{path}: its header holds impossible numbers {numbers}; do not trust it")
     return header, int(check)
 

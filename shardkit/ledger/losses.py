@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from shardkit.arrays import Bools, Float64s, Int64s
 from shardkit.errors import FormatError, NotFoundError, UsageError
 from shardkit.ledger.journal import RankFile, append, new_rank_file, rank_files, read_file
-from shardkit.ledger.ledger import Ledger
+from shardkit.ledger.ledger import Ledger, StepRecords
 from shardkit.stores.file_operations import explained
 
-__all__ = ["Leg", "LossRows", "LossWriter", "Losses", "former_losses", "read_losses"]
+__all__ = ["Leg", "LossRows", "LossWriter", "Losses", "branch_legs", "former_losses", "read_losses"]
 
 MAGIC: Final = b"shardkit losses 1\n"
 HEADER: Final = np.dtype([("magic", "S24"), ("plan", "S64"), ("started", "<u8"), ("batch", "<u8")])
@@ -138,6 +138,17 @@ class Leg(NamedTuple):
     plan: str
     first: int
     end: int
+
+
+def branch_legs(records: StepRecords, events: Iterable[Mapping[str, Any]]) -> list[Leg]:
+    """Return the ranges of steps of a branch under one plan, in order."""
+    digests = {event["number"]: event["plan"] for event in events if event["kind"] == "plan"}
+    plans, steps = records["plan"].astype(np.int64), records["step"].tolist()
+    borders = [*np.flatnonzero(np.diff(plans, prepend=-1)).tolist(), len(records)]
+    return [
+        Leg(digests.get(int(plans[first]), ""), steps[first], steps[end - 1] + 1)
+        for first, end in itertools.pairwise(borders)
+    ]
 
 
 class LossRows(NamedTuple):

@@ -362,9 +362,6 @@ class Merge:
 
     def _add(self, source: Source, place: Place, entry: Entry, number: int) -> None:
         header = source.header
-        if not header.lanes:
-            source.hold(place)
-            return
         key = (header.manifest, header.plan, entry.step)
         step = self._steps.get(key)
         attempt = source.attempt

@@ -22,7 +22,7 @@ PLAN = "cd" * 32
 
 
 def _write(directory: Path, steps: int) -> Path:
-    with closing(Journal(directory, manifest=MANIFEST, plan=PLAN, rank=1, world=2)) as journal:
+    with closing(Journal(directory, manifest=MANIFEST, plan=PLAN, rank=1, world=2, lanes=4)) as journal:
         for step in range(steps):
             record_cells(journal, step, [(lane, np.arange(lane, lane + 3)) for lane in (4, 5)])
     return journal.path
@@ -60,7 +60,7 @@ def test_a_loader_whose_run_another_loader_of_the_process_took_over_stops(tmp_pa
     """A validation loader with the run directory of the training would make its steps an abandoned branch."""
 
     def opened() -> closing[Journal]:
-        return closing(Journal(tmp_path, manifest=MANIFEST, plan=PLAN, rank=1, world=2))
+        return closing(Journal(tmp_path, manifest=MANIFEST, plan=PLAN, rank=1, world=2, lanes=4))
 
     with opened() as first, opened() as second:
         record_cells(first, 0, [(4, np.arange(3))])
