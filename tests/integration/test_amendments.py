@@ -16,6 +16,7 @@ from shardkit.ledger import Ledger
 from shardkit.ledger.bindings import active_amendments, read_events
 from shardkit.plan import Temperature
 from tests.command_line import call, output_of
+from tests.consumed_steps import batches_until
 from tests.numbered_rows import write_rows
 
 BATCH, LANES, ROWS = 16, 4, 400
@@ -37,12 +38,9 @@ def consume(
         with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
             if state is not None:
                 loader.load_state_dict(state)
-            while loader.handed_out < last:
-                for batch in loader:
-                    keys = [f"k{n:03d}" for n in batch["x"].tolist()]
-                    found[batch.step] = found.get(batch.step, []) + keys
-                    if batch.step == last - 1:
-                        break
+            for batch in batches_until(loader, last):
+                keys = [f"k{n:03d}" for n in batch["x"].tolist()]
+                found[batch.step] = found.get(batch.step, []) + keys
             after = loader.state_dict()
     return found, after
 

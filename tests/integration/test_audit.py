@@ -23,6 +23,7 @@ from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_record, ste
 from shardkit.stores.local import open_store
 from shardkit.stores.store import object_name
 from tests.command_line import document_of, output_of, typed
+from tests.consumed_steps import batches_until
 from tests.journal_cells import record_cells
 
 BATCH, LANES, STEPS = 20, 4, 60
@@ -49,12 +50,8 @@ def consume(root: str, run: Path, first: int, last: int, world: int = 1, **setti
     for rank in range(world):
         with dataset.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
             loader.seek(first)
-            step = first
-            while step < last:
-                for batch in loader:
-                    step = batch.step + 1
-                    if step == last:
-                        break
+            for _ in batches_until(loader, last):
+                pass
 
 
 def save(run: Path, step: int, root: str, *, head: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -595,12 +592,8 @@ def test_a_run_that_goes_on_with_an_amended_plan_is_checked_through(home: Path, 
     for plan, begin, end in ((first, 0, 36), (second, 30, 41), (third, 40, 50)):
         with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
             loader.seek(begin)
-            step = begin
-            while step < end:
-                for batch in loader:
-                    step = batch.step + 1
-                    if step == end:
-                        break
+            for _ in batches_until(loader, end):
+                pass
     audit = audit_run(run, level=None)
     assert audit.exit_code == 0, audit.findings
     assert (audit.steps, audit.checked) == (50, 50 + 6 + 1)
@@ -617,9 +610,8 @@ def test_a_run_that_goes_on_over_another_version_is_checked_through(home: Path, 
     for dataset, plan, begin, end in ((whole, first, 0, 26), (few, second, 26, 50)):
         with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
             loader.seek(begin)
-            for _, batch in zip(range(end - begin), (b for _ in range(9) for b in loader), strict=False):
-                step = batch.step
-            assert step == end - 1
+            for _ in batches_until(loader, end):
+                pass
     audit = audit_run(run, level=None)
     assert audit.exit_code == 0, audit.findings
     assert (audit.steps, audit.checked, audit.manifest) == (50, 50, few.manifest.id)
@@ -674,9 +666,8 @@ def test_stages_and_failovers_are_events_of_the_ledger(tmp_path: Path) -> None:
     dataset = shardkit.open(root, locations={"mirror": str(mirror)})
     plan = dataset.plan(**SETTINGS, weights={"0": 2}, stages=[(7, {"1": 5}), (15, None)])
     with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
-        for batch in loader:
-            if batch.step == 19:
-                break
+        for _ in batches_until(loader, 20):
+            pass
     audit = audit_run(run, level=None)
     assert audit.exit_code == 0, audit.findings
     stages = [one.subject for one in audit.findings if one.kind == "stage"]

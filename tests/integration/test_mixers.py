@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from shardkit.audit import audit_run, find_plans, load_run, uses_of
 from shardkit.errors import ConfigurationError, PlanError, RunError, ShardkitError, StateError, UsageError
 from shardkit.ledger import ledger_head
 from shardkit.plan import ADO, FunctionMixer, Mixer, Temperature
+from tests.consumed_steps import batches_until
 from tests.forged_ledger import forge_events
 
 STEPS, EVERY = 70, 8
@@ -85,7 +86,7 @@ def train(
             ) as loader:
                 loader.seek(start)
                 waiting: list[Any] = []
-                for batch in batches(loader, stops.get(rank, stop)):
+                for batch in batches_until(loader, stops.get(rank, stop)):
                     waiting.append(batch)
                     while len(waiting) > ahead or (waiting and first(batch).step == stop - 1):
                         one = waiting.pop(0)
@@ -112,14 +113,6 @@ def train(
 
 def first(batch: Any) -> Any:
     return batch[0] if isinstance(batch, list) else batch
-
-
-def batches(loader: Any, stop: int) -> Iterator[Any]:
-    while loader.handed_out < stop:
-        for batch in loader:
-            yield batch
-            if first(batch).step == stop - 1:
-                return
 
 
 def root_of(run: Path) -> str:
@@ -267,7 +260,7 @@ def test_a_loader_that_goes_back_takes_the_same_samples(
             ) as loader:
                 for start, stop, turned in legs:
                     loader.seek(start)
-                    for batch in batches(loader, stop):
+                    for batch in batches_until(loader, stop):
                         samples = batch.samples.tolist()
                         assert seen.setdefault((rank, batch.step), samples) == samples
                         strata = loader.plan.grid.order.strata_of(batch.samples)
@@ -312,7 +305,7 @@ def test_substitutes_are_of_the_stratum_that_was_planned(tmp_path: Path) -> None
     ) as loader:
         for start, stop, turned in ((0, 60, False), (20, STEPS, True)):
             loader.seek(start)
-            for batch in batches(loader, stop):
+            for batch in batches_until(loader, stop):
                 strata = loader.plan.grid.order.strata_of(batch.samples)
                 planned = loader.plan.step(batch.step).ravel()
                 assert strata.tolist() == loader.plan.grid.order.strata_of(planned).tolist()

@@ -20,7 +20,8 @@ from shardkit.plan import Population, make_plan
 from shardkit.plan.report import full_shuffle, rank_skew
 from shardkit.telemetry.diagnosis import cost_skew
 from tests.command_line import output_of
-from tests.integration.test_mixers import batches, forge
+from tests.consumed_steps import batches_until
+from tests.forged_ledger import forge_events
 
 # ---- `ds.plan(sequence=…)` finds the length of a row in the schema
 
@@ -196,13 +197,8 @@ def test_a_run_is_resumed_and_audited_with_its_costs(root: str, tmp_path: Path) 
         for rank in range(world):
             with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
                 loader.seek(first)
-                step = first
-                while step < last:
-                    for batch in loader:
-                        seen += batch["number"].tolist() if batch.step < 10 else []
-                        step = batch.step + 1
-                        if step == last:
-                            break
+                for batch in batches_until(loader, last):
+                    seen += batch["number"].tolist() if batch.step < 10 else []
     assert sorted(seen) == list(range(ROWS))
     audit = audit_run(run, dataset=root)
     assert audit.exit_code == 0, audit.findings
@@ -302,7 +298,7 @@ def test_a_run_with_costs_and_weights_is_audited(tmp_path: Path, jobs: int) -> N
         for rank in range(world):
             with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
                 loader.seek(begin)
-                for _ in batches(loader, end):
+                for _ in batches_until(loader, end):
                     pass
     ledger_head(run)
     found = audit_run(run, jobs=jobs)
@@ -315,5 +311,5 @@ def test_a_run_with_costs_and_weights_is_audited(tmp_path: Path, jobs: int) -> N
             event["history"][0]["settings"]["balance"] = "align"
         return event
 
-    forge(run, other_balance)
+    forge_events(run, lambda event, _: other_balance(event))
     assert audit_run(run, jobs=jobs).exit_code == 4

@@ -20,6 +20,7 @@ from shardkit.errors import FormatError, NotFoundError, PlanError, UsageError
 from shardkit.ledger import ledger_head
 from shardkit.ledger.losses import HEADER, RECORD, Losses, LossWriter, read_losses
 from tests.command_line import call, output_of
+from tests.consumed_steps import batches_until
 from tests.numbered_rows import write_rows
 
 BATCH, LANES, ROWS = 16, 4, 400
@@ -40,13 +41,10 @@ def train(ds: shardkit.Dataset, run: Path, world: int, first: int, last: int, *,
     for rank in range(world):
         with ds.loader(plan, rank=rank, world=world, run=run, uneven=True) as loader:
             loader.seek(first)
-            while loader.handed_out < last:
-                for batch in loader:
-                    losses = loss_of(batch.samples, batch.step)
-                    losses[batch.samples == poison] = 500.0
-                    loader.note(batch, losses)
-                    if batch.step == last - 1:
-                        break
+            for batch in batches_until(loader, last):
+                losses = loss_of(batch.samples, batch.step)
+                losses[batch.samples == poison] = 500.0
+                loader.note(batch, losses)
 
 
 def test_losses_are_found_by_step_and_sample(ds: shardkit.Dataset, tmp_path: Path) -> None:
@@ -274,7 +272,7 @@ def test_losses_as_a_table(ds: shardkit.Dataset, tmp_path: Path, by_cell: bool) 
         for rank in range(world):
             with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
                 loader.seek(first)
-                for batch in loader:
+                for batch in batches_until(loader, last):
                     samples = batch["x"]
                     shown = [int(ds.key(n)[1:]) for n in range(ROWS)]
                     numbers = [shown.index(n) for n in samples.tolist()]
@@ -286,8 +284,6 @@ def test_losses_as_a_table(ds: shardkit.Dataset, tmp_path: Path, by_cell: bool) 
                         zip(numbers, losses.astype(np.float32).tolist(), strict=True)
                     )
                     loader.note(batch, losses[:: BATCH // LANES] if by_cell else losses)
-                    if batch.step == last - 1:
-                        break
 
     note(0, 12, 2, 0.0)
     note(6, 9, 1, 1.0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.audit import ChangeRequest, amend_run, audit_run
 from shardkit.dataset.run_plans import apply_amendments
+from tests.consumed_steps import batches_until
 from tests.numbered_rows import write_rows
 
 BATCH, LANES, ROWS = 8, 4, 160
@@ -31,11 +32,8 @@ def consume(ds: shardkit.Dataset, run: Path, first: int, last: int, world: int) 
     for rank in range(world):
         with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
             loader.seek(first)
-            while loader.handed_out < last:
-                for batch in loader:
-                    found.setdefault(batch.step, Counter()).update(batch["x"].tolist())
-                    if batch.step == last - 1:
-                        break
+            for batch in batches_until(loader, last):
+                found.setdefault(batch.step, Counter()).update(batch["x"].tolist())
     return found
 
 
