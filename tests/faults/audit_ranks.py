@@ -18,6 +18,7 @@ from shardkit.documents import encode, parse_digest, sha256_digest
 from shardkit.ledger import bind_checkpoint, ledger_head
 from shardkit.stores.local import open_store
 from shardkit.stores.store import object_name
+from shardkit.torch.checkpoint_format import encode_value
 
 
 def save_checkpoint(run: Path, step: int, manifest: str, plan: str, head: dict[str, Any] | None) -> None:
@@ -31,7 +32,7 @@ def save_checkpoint(run: Path, step: int, manifest: str, plan: str, head: dict[s
             "format": "shardkit-checkpoint",
             "version": 1,
             "name": name,
-            "meta": _spelled(meta),
+            "meta": encode_value(meta, "meta"),
             "tensors": {},
             "values": {},
         }
@@ -42,12 +43,6 @@ def save_checkpoint(run: Path, step: int, manifest: str, plan: str, head: dict[s
     ref = {"name": name, "checkpoint": digest, "size": len(body)}
     store.put_new(f"checkpoints/{name}.json", encode({**ref, "digest": sha256_digest(encode(ref))}))
     assert parse_digest(digest)
-
-
-def _spelled(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {"dict": [[name, _spelled(item)] for name, item in value.items()]}
-    return value
 
 
 def work(rank: int, told: dict[str, Any], barrier: Any) -> None:

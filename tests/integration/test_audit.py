@@ -16,14 +16,13 @@ import pytest
 
 import shardkit
 from shardkit.audit import Audit, audit_run
-from shardkit.documents import encode, sha256_digest
-from shardkit.ledger import Journal, Ledger, bind_checkpoint, ledger_head
+from shardkit.ledger import Journal, Ledger, ledger_head
 from shardkit.ledger.journal import HEADER
 from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_record, step_digest
-from shardkit.stores.local import open_store
 from shardkit.stores.store import object_name
 from tests.command_line import document_of, output_of, typed
 from tests.consumed_steps import batches_until
+from tests.faults.audit_ranks import save_checkpoint
 from tests.journal_cells import record_cells
 
 BATCH, LANES, STEPS = 20, 4, 60
@@ -54,25 +53,10 @@ def consume(root: str, run: Path, first: int, last: int, world: int = 1, **setti
                 pass
 
 
-def save(run: Path, step: int, root: str, *, head: dict[str, Any] | None = None, **settings: Any) -> None:
-    """A checkpoint in the trainer's format (its SPEC.md §4), without tensors."""
+def save(run: Path, step: int, root: str) -> None:
     dataset = shardkit.open(root)
-    meta = {
-        "step": step,
-        "manifest": dataset.manifest.id,
-        "plan": dataset.plan(**(SETTINGS | settings)).digest,
-        "ledger": ledger_head(run, step) if head is None else head,
-    }
-    store, name = open_store(run), f"step-{step:012d}"
-    body = encode({"format": "shardkit-checkpoint", "version": 1, "name": name, "meta": spelled(meta)})
-    store.put_new(object_name(sha256_digest(body), "checkpoint"), body)
-    bind_checkpoint(run, name=name, checkpoint=sha256_digest(body), step=step)
-    ref = {"name": name, "checkpoint": sha256_digest(body), "size": len(body)}
-    store.put_new(f"checkpoints/{name}.json", encode({**ref, "digest": sha256_digest(encode(ref))}))
-
-
-def spelled(value: Any) -> Any:
-    return {"dict": [[k, spelled(v)] for k, v in value.items()]} if isinstance(value, dict) else value
+    plan = dataset.plan(**SETTINGS).digest
+    save_checkpoint(run, step, dataset.manifest.id, plan, ledger_head(run, step))
 
 
 def write_settings(run: Path, root: str, **changed: Any) -> None:
