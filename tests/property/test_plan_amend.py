@@ -1,4 +1,4 @@
-"""Amended plans: the parent's cells before, nothing lost and nothing twice across the step, and a chained digest."""
+"""Amended plans: skips, states, other manifests and removed samples; chains of changes are in test_plan_chains."""
 
 from __future__ import annotations
 
@@ -31,92 +31,6 @@ def samples(plan: Plan, start: int, stop: int) -> np.ndarray:
 
 
 @few
-@given(populations(max_rows=500), shapes, shapes, remainders, st.integers(0, 2), st.data())
-def test_another_batch_or_other_lanes_keep_exactly_once(population, shape, then, remainder, epoch, data):  # type: ignore[no-untyped-def]
-    parent = natural(population, shape, remainder)
-    lanes, cell = then
-    assume(remainder == "short" or population.rows >= lanes * cell)
-    assume(then != shape)
-    assert parent.steps_per_epoch is not None
-    at = epoch * parent.steps_per_epoch + data.draw(st.integers(0, parent.steps_per_epoch - 1))
-    child = parent.amend(from_step=at, global_batch=lanes * cell, lanes=lanes)
-    for k in range(max(0, at - 3), at):
-        assert (child.step(k) == parent.step(k)).all()
-    first, last = child.epoch_bounds(at)
-    if at % parent.steps_per_epoch and getattr(child.grid, "steps", 0):
-        assert child.epoch_bounds(at - 1) == (first, last)
-        assert first == epoch * parent.steps_per_epoch
-    elif at % parent.steps_per_epoch:  # what is left makes no step: it is dropped
-        first, last = child.epoch_bounds(at - 1)
-        assert last == at
-    seen = samples(child, epoch * parent.steps_per_epoch, last)
-    assert len(np.unique(seen)) == len(seen)
-    lost = population.rows - len(seen)
-    if remainder == "short":
-        assert lost == 0
-    else:
-        assert lost < parent.global_batch + child.global_batch
-    again = samples(child, last, last + child.loop_steps)
-    assert (
-        len(np.unique(again))
-        == len(again)
-        == child.loop_steps * child.global_batch
-        - (0 if remainder == "drop" else -population.rows % child.global_batch)
-    )
-    for sample in data.draw(st.lists(st.integers(0, population.rows - 1), max_size=4)):
-        found = child.locate(sample, epoch)
-        assert (found is not None) == (sample in seen)
-        if found is not None:
-            assert child.step(found[0])[found[1], found[2]] == sample
-
-
-@few
-@given(
-    populations(max_rows=500),
-    shapes,
-    st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    st.integers(0, 1),
-    st.data(),
-)
-def test_weights_go_on_where_the_epoch_stood(population, shape, weights, epoch, data):  # type: ignore[no-untyped-def]
-    parent = natural(population, shape, "short")
-    assert parent.steps_per_epoch is not None
-    step = data.draw(st.integers(0, parent.steps_per_epoch - 1))
-    at = epoch * parent.steps_per_epoch + step
-    names = {name: weights[s % len(weights)] for s, name in enumerate(population.strata)}
-    child = parent.amend(from_step=at, weights=names)
-    before = samples(parent, epoch * parent.steps_per_epoch, at)
-    stratum = np.repeat(population.segment_stratum, population.segment_rows)
-    counts = np.bincount(stratum, minlength=len(population.strata))
-    by_step = [samples(child, k, k + 1) for k in range(at, at + 60)]
-    drawn = np.concatenate(by_step)
-    for s in np.unique(stratum):
-        rest = int(counts[s] - (stratum[before] == s).sum())
-        # lanes go through their shares of the rest about evenly; one tape for all goes through it exactly
-        rest = rest if child.grid.shared[s] else rest // 2 - child.global_batch  # type: ignore[union-attr]
-        head: list[int] = []
-        for step in by_step:
-            head += step[stratum[step] == s].tolist()
-            if len(head) > rest:
-                break
-            assert len(set(head)) == len(head)
-            assert not np.isin(head, before).any()
-    # rows of every stratum stay within few passes of each other, the amended epoch included
-    seen = np.bincount(np.concatenate((before, drawn)), minlength=population.rows)
-    for s in np.unique(stratum):
-        assert np.ptp(seen[stratum == s]) <= 2
-    cold = parent.amend(from_step=at, weights=names)
-    assert (cold.step(at + 37) == child.step(at + 37)).all()
-    assert cold.digest == child.digest != parent.digest
-    sample = int(child.step(at + 5)[0, 0])
-    times = int((drawn == sample).sum())
-    if times < 12:
-        found = [child.locate(sample, e) for e in range(epoch, epoch + times + 4)]
-        assert (at + 5) in [f[0] for f in found if f is not None]
-        assert all(child.step(f[0])[f[1], f[2]] == sample for f in found if f is not None)
-
-
-@few
 @given(populations(max_rows=500), shapes, st.integers(1, 40), st.integers(1, 30), st.booleans())
 def test_skipped_steps_and_states(population, shape, at, gap, weighted):  # type: ignore[no-untyped-def]
     parent = natural(population, shape, weights={"*": 1} if weighted else None)
@@ -130,28 +44,6 @@ def test_skipped_steps_and_states(population, shape, at, gap, weighted):  # type
     grandchild = child.amend(skip=(at + 2, at + 3))
     assert (grandchild.step(at + 2) == parent.step(at + gap + 3)).all()
     assert grandchild.accepts(parent.digest, at)
-
-
-@few
-@given(populations(max_rows=500), shapes, st.integers(1, 60), st.integers(2, 4))
-def test_weighted_plans_change_weights_batch_and_lanes(population, shape, at, factor):  # type: ignore[no-untyped-def]
-    parent = natural(population, shape, weights={"*": 1})
-    stratum = np.repeat(population.segment_stratum, population.segment_rows)
-    first = {population.strata[int(stratum[0])]: 3}
-    changed = [
-        parent.amend(from_step=at, weights=first),
-        parent.amend(from_step=at, global_batch=parent.global_batch * factor),
-        parent.amend(from_step=at, lanes=1, weights=first),
-    ]
-    for child in changed:
-        for k in (0, at - 1):
-            assert (child.step(k) == parent.step(k)).all()
-        seen = np.bincount(
-            np.concatenate([samples(parent, 0, at), samples(child, at, at + 40)]), minlength=population.rows
-        )
-        for s in np.unique(stratum):
-            assert np.ptp(seen[stratum == s]) <= 2
-        assert (child.step(at + 7) >= 0).all()
 
 
 def test_another_manifest_begins_afresh_and_mistakes_are_named():  # type: ignore[no-untyped-def]

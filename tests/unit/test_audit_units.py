@@ -29,6 +29,7 @@ from shardkit.ledger.ledger import (
     parse_records,
 )
 from shardkit.plan import cell_digest
+from tests.property.test_plan_chains import no_costs, no_removal
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +67,6 @@ def test_lineage_of_a_version_names_its_ancestors(dataset: shardkit.Dataset) -> 
     assert found["id"] == dataset.manifest.id
     assert found["parts"][0]["ancestors"] == []
     assert found["parts"][0]["build"] == dict(dataset.manifest.build)
-
-
-def no_costs(_: str) -> Any:
-    raise AssertionError("these plans have no costs")
-
-
-def no_removal(_: str, __: str) -> Any:
-    raise AssertionError("these plans lose no samples")
 
 
 @pytest.mark.parametrize(
