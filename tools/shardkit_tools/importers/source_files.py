@@ -23,7 +23,7 @@ from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile,
 
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
 _XZ_MEMORY = 256 << 20  # `xz -9` needs 65 MiB; a file can ask for 4 GiB
-_AT_ONCE = 16 << 10  # bytes to decompress in one call: damage loses those of its call
+_AT_ONCE = 16 << 10  # bytes to decompress in one call, which damage loses
 _GZIP = 16 + zlib.MAX_WBITS  # a frame has the header and the checksum of gzip
 _FRAME_PIECE = 4 << 10  # decompresses to about 128 MiB at most
 _TASK_BYTES = 64 << 20
@@ -323,7 +323,7 @@ class _Decompressed(io.RawIOBase):
     def __init__(self, packed: BinaryIO, kind: str, path: str) -> None:
         self._packed, self._path = packed, path
         self._new, self._padding = _DECOMPRESSORS[kind]
-        self._skipped = b""  # bytes that are left out now: padding follows a frame
+        self._skipped = b""  # padding is accepted after a frame, not before the first
         self._decoder: Any = None  # None between frames
         self._rest = b""
         self._made = memoryview(b"")

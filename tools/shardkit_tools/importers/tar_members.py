@@ -98,7 +98,7 @@ class Member(NamedTuple):
 
     @property
     def extension(self) -> str:
-        """What follows the first dot of the file name, in lower case."""
+        """The part of the file name after its first dot, in lower case."""
         return self.name.rpartition("/")[2].partition(".")[2].lower()
 
 
@@ -430,7 +430,7 @@ class _Reader:
         return self._buffer[self._next - size : self._next]
 
     def _need(self, size: int, what: str) -> None:
-        """Have `size` bytes ahead in the buffer."""
+        """Read ahead until the buffer has `size` more bytes; refuse the tar if it ends before."""
         ahead = self._fill(size)
         if ahead < size:
             if not self._at and self._buffer.startswith(tuple(PACKED_HEADS)):
