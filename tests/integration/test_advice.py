@@ -58,8 +58,7 @@ def lacking(said: str, command: str) -> list[str]:
     return [
         option
         for program, option in _OPTION.findall(said)
-        if not (program == "tar" and option == "--sort")
-        and option not in options_of(program.partition(" ")[2] or command)
+        if program != "tar" and option not in options_of(program.partition(" ")[2] or command)
     ]
 
 

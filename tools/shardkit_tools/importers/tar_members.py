@@ -45,6 +45,10 @@ _REFUSED_TYPES = {
     b"4": "a block device",
     b"6": "a pipe",
 }
+_ADVICE = {
+    b"1": "; write the tar again with tar --hard-dereference",
+    b"2": "; write the tar again with tar --dereference",
+}
 _REFUSED_DATA = {b"S": "a GNU sparse file", b"M": "a part of a multi-volume tar"}
 # pax records that affect neither the name nor the data of a member
 _HARMLESS_PAX = frozenset(
@@ -257,6 +261,7 @@ class _Reader:
                 continue
             if kind in _REFUSED_TYPES:
                 why = f"member {name!r} is {_REFUSED_TYPES[kind]}; only files and folders can be imported"
+                why += _ADVICE.get(kind, "")
                 size = 0
             elif kind not in _FILE_TYPES:
                 what = _REFUSED_DATA.get(kind, f"of the unknown type {kind!r}")
@@ -449,6 +454,7 @@ class _Reader:
         while self._fill(1):
             if any(self._buffer[self._next :]):
                 self._refuse(
-                    "data follows the end of the tar (several tars in one file?); it would be lost, so it is refused"
+                    "data follows the end of the tar (several tars in one file?); it would be lost, so it is refused: "
+                    "unpack it with tar --ignore-zeros, and write it again"
                 )
             self._next = len(self._buffer)
