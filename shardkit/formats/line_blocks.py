@@ -217,7 +217,7 @@ def csv_rows(
 
 
 def _parse_cells(text: str, delimiter: str, quote: str, name_of: LineName, *, is_last: bool) -> LineRows:
-    """Parse rows of which some may take several lines, or none."""
+    """Parse rows that may take several lines, with the `csv` module."""
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     reader = csv.reader(
         io.StringIO(text, newline=""),

@@ -47,7 +47,7 @@ def parse_json(data: bytes, where: str) -> object:
 def parse_objects(data: bytes) -> list[dict[str, object]] | None:
     """Return the objects of lines that are one object each, parsed together; None if a line may be anything else.
 
-    The values are those of `parse_json`. None is no error: `parse_json` says of each line what it is.
+    The values equal the values of `parse_json`. After None, `parse_json` tells good lines from bad ones.
     """
     if not data:
         return []

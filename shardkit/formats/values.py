@@ -40,6 +40,8 @@ _ISO_DURATION = re.compile(r"(-?)PT([0-9]+)(?:\.([0-9]{1,9}))?S\Z")
 _EPOCH_DAY = dt.date(1970, 1, 1).toordinal()
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _DOUBLE = struct.Struct("<d")
+# made once: `json.dumps` with such settings makes one for each value
+_JSON_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 MAX_JSON_DEPTH = 200
 """Maximum nesting of lists and objects in a value of a json field."""
 
@@ -392,7 +394,7 @@ class Unfit(Exception):
 def encode_json(value: object) -> bytes:
     """Return a value as JSON; raise Unfit if it cannot be read back unchanged."""
     try:
-        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = _JSON_ENCODER.encode(value)
         payload = text.encode()
         # A round trip in C proves cheaply that no key was converted to text; tuples need the slower check.
         if json.loads(text) != value or payload.count(b"[") + payload.count(b"{") > MAX_JSON_DEPTH:

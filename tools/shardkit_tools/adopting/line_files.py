@@ -161,7 +161,7 @@ class _LineScan:
         yield from whole_lines(self._pass.stream, self.task.file.path)
 
     def _hold(self, block: LineBlock) -> None:
-        """Add rows to those that are in no block yet; the header of a table is the head of the file."""
+        """Hold rows until their block is complete; the header of a table is the head of the file."""
         data, is_table, starts = block.data, isinstance(self.importer, CsvImporter), block.rows
         if not (are_counted := isinstance(starts, np.ndarray)):
             starts = line_starts(data, returns=is_table)[np.array(block.lines, np.int64) - block.first_line]
@@ -219,7 +219,7 @@ class _LineScan:
 
 
 def _row_memory(schema: Schema) -> int:
-    """Return the bytes that a row takes when it is decoded, without those of its values of variable size."""
+    """Return the bytes that a row takes when it is decoded, without the bytes of values of variable size."""
     return sum(
         (_OFFSET_BYTES if kind.item_bytes is None else kind.item_bytes) + kind.optional
         for kind in schema.values()

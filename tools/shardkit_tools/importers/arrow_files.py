@@ -147,7 +147,7 @@ def _data_files(by_name: Mapping[str, SourceFile], source: Source) -> Iterator[S
 
 
 def _first_batches(source: Source, *, skip: bool) -> Iterator[Any]:
-    """Yield the batches that types are inferred from; with `skip`, without those that cannot be read."""
+    """Yield the batches that types are inferred from; with `skip`, unreadable batches are left out."""
     rows = size = 0
     for file in source.files:
         for found in before_damage(_record_batches(file, skip=skip), skip=skip):

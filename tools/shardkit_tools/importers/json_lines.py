@@ -1,6 +1,6 @@
 """Sources of JSON lines, or of one array of objects, in strict JSON: no NaN, no duplicate keys.
 
-A field that is null or missing in some rows is optional. Types are those of `json_types`.
+A field that is null or missing in some rows is optional. `json_types` infers the types.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _blocks(
     objects: set[str],
     first_line: int = 0,
 ) -> Iterator[LineBlock]:
-    """Yield the objects of a file: those of `pieces`, whole lines, or the items of its array if there are none."""
+    """Yield the objects of a file: of `pieces`, which are whole lines, or if there are none, the items of its array."""
     found = _items(file) if pieces is None else parse_pieces(file, pieces, json_rows, first_line)
     for block in found:
         if options.flatten or pieces is None:

@@ -133,7 +133,7 @@ class LineImporter(FileImporter):
     def encode(
         self, block: LineBlock
     ) -> tuple[list[int], dict[str, PayloadColumn], dict[int, ShardkitError]]:
-        """Return the rows of a block of samples that fit the schema, their stored columns, and errors of the others."""
+        """Return the rows of a block of samples that fit the schema, their stored columns, and errors of other rows."""
         bad: dict[int, ShardkitError] = {
             row: one for row, one in enumerate(block.rows) if isinstance(one, ShardkitError)
         }
