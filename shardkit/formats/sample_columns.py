@@ -12,7 +12,7 @@ from shardkit.errors import SampleError
 
 from .block import PayloadColumn, payloads_of
 from .schema import FieldType, Schema, encode_value, presence_of
-from .values import Unfit, convert_items
+from .values import Unfit, convert_items, encode_json
 
 _LARGEST_INT64 = 2**63 - 1
 _EXACT = 2**53  # a float64 holds every integer up to this
@@ -25,7 +25,7 @@ def encode_rows(
 
     Args:
         schema: fields to encode; others of a sample are ignored.
-        rows: samples; a missing field is None.
+        rows: samples; a missing field is None, and a value of a json field is as a parser of JSON returns it.
         name_of: returns the name of a row, for messages.
 
     Returns:
@@ -87,6 +87,8 @@ def _plain_column(kind: FieldType, values: Sequence[Any]) -> PayloadColumn | Non
             return values
         if kind.kind == "str" and types == {str}:
             return [value.encode() for value in values]
+        if kind.kind == "json":
+            return [encode_json(value, is_parsed=True) for value in values]
         if kind.kind != "scalar" or kind.logical is not None:
             return None
         if kind.dtype == "bool":

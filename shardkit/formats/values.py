@@ -391,13 +391,17 @@ class Unfit(Exception):
     """The reason why a value cannot be encoded."""
 
 
-def encode_json(value: object) -> bytes:
-    """Return a value as JSON; raise Unfit if it cannot be read back unchanged."""
+def encode_json(value: object, *, is_parsed: bool = False) -> bytes:
+    """Return a value as JSON; raise Unfit if it cannot be read back unchanged.
+
+    `is_parsed`: the value was parsed from JSON, so that it is not read back to find out.
+    """
     try:
         text = _JSON_ENCODER.encode(value)
         payload = text.encode()
         # A round trip in C proves cheaply that no key was converted to text; tuples need the slower check.
-        if json.loads(text) != value or payload.count(b"[") + payload.count(b"{") > MAX_JSON_DEPTH:
+        is_unsure = not is_parsed and json.loads(text) != value
+        if is_unsure or payload.count(b"[") + payload.count(b"{") > MAX_JSON_DEPTH:
             _check_json(value)
     except RecursionError:
         raise Unfit(f"it nests deeper than {MAX_JSON_DEPTH}") from None
