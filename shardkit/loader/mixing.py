@@ -124,7 +124,12 @@ class Mixing:
             RunError: another rank has not come to this step in time.
         """
         stage, inside = divmod(step, self._every)
-        if inside != self._every // 2 or not stage or self._plan.mixture.decided != stage + 1:
+        if inside != self._every // 2 or not stage:
+            return False
+        if self._plan.mixture.decided > stage + 1:
+            if self._leads and self._world > 1 and self._mixer.needs_losses:
+                # a rank of another machine may not have seen the newest entries of the journal when it went back
+                self._send(f"decision/{stage}", list(self._plan.mixture.masses(stage + 1)))
             return False
         own = self._own_losses(stage - 1, step) if self._mixer.needs_losses else LossSums.none(self._strata)
         if not self._leads and self._mixer.needs_losses:

@@ -19,6 +19,9 @@ import shardkit
 from shardkit.audit import audit_run, find_plans, load_run, uses_of
 from shardkit.errors import ConfigurationError, PlanError, RunError, ShardkitError, StateError, UsageError
 from shardkit.ledger import ledger_head
+from shardkit.ledger.decisions import recorded_decisions
+from shardkit.loader import mixing
+from shardkit.loader.mixing import Mixing
 from shardkit.plan import ADO, FunctionMixer, Mixer, Temperature
 from tests.consumed_steps import batches_until
 from tests.forged_ledger import forge_events
@@ -280,6 +283,27 @@ def test_a_loader_that_goes_back_takes_the_same_samples(
     code, found = audited(run)
     assert code == 0, found
     assert not any("fork" in text or "conflict" in text for text in found)
+
+
+def test_a_rank_that_sees_an_older_journal_gets_the_decisions_of_the_leader(
+    root: str, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over a network file system, whose files other machines see late."""
+    run, local = tmp_path / "run", threading.local()
+    train(root, run, stop=60)
+    seek = Mixing.seek
+
+    def seek_of_rank(self: Mixing, step: int) -> None:
+        local.leads = self._leads
+        seek(self, step)
+
+    monkeypatch.setattr(Mixing, "seek", seek_of_rank)
+    monkeypatch.setattr(
+        mixing, "recorded_decisions", lambda *both: recorded_decisions(*both)[: None if local.leads else 1]
+    )
+    assert train(root, run, world=2, start=20, turned=True, stop=60) == whole[0][20:60]
+    code, found = audited(run)
+    assert code == 0, found
 
 
 def test_incomplete_steps_are_accounted_for(root: str, tmp_path: Path) -> None:
