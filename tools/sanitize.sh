@@ -1,6 +1,5 @@
 #!/bin/sh
-# The loader's compiled module with AddressSanitizer and UndefinedBehaviorSanitizer, then with ThreadSanitizer, under its
-# property tests.
+# The loader's compiled module with AddressSanitizer and UndefinedBehaviorSanitizer, under its property tests.
 # Whatever they find ends the process: `make sanitize` then fails.
 set -eu
 cd "$(dirname "$0")/.."
@@ -35,12 +34,4 @@ LD_PRELOAD="$(library libasan.so)" PYTHONMALLOC=malloc \
     ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     "$python" -m pytest -q -n 0 -p no:cacheprovider tests/property/test_compiled_modules.py \
     tests/property/test_gather.py tests/property/test_block_placing.py \
-    tests/unit/test_block_window.py "$@"
-
-# Its threads and locks: the interpreter itself is not instrumented, so nothing is told of its objects.
-[ -e "$(library libtsan.so)" ] || exit 0
-fixed=""
-! setarch -R true 2>/dev/null || fixed="setarch -R" # older ones do not know every layout of random addresses
-compile -fsanitize=thread
-LD_PRELOAD="$(library libtsan.so)" TSAN_OPTIONS=halt_on_error=1:report_signal_unsafe=0 \
-    $fixed "$python" -m pytest -q -n 0 -p no:cacheprovider tests/property/test_compiled_modules.py "$@"
+    tests/unit/test_load_queue.py tests/unit/test_block_window.py "$@"

@@ -7,7 +7,6 @@ import mmap
 import os
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -19,7 +18,21 @@ from shardkit.errors import FormatError, IntegrityError, ShardkitError
 from shardkit.formats import ShardIndex, message_layout
 from shardkit.formats.compression import MAX_RATIO
 from shardkit.formats.tar_members import npy_header
-from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, PLACED, GatherColumns, block_rows
+from shardkit.loader import gather
+from shardkit.loader.gather import DECIMALS, FACTS, OBJECTS, PLACED, GatherColumns
+from shardkit.loader.load_queue import (
+    BLOCK,
+    DIGEST,
+    FILE,
+    HASH,
+    JOB,
+    LAYOUT,
+    OFFSET,
+    RAW_SIZE,
+    ROOM,
+    SIZE,
+    LoadQueue,
+)
 from shardkit.loader.settings import Sources
 from shardkit.reading.blocks import BlockReader, TakeMemory
 from shardkit.stores.file_operations import read_file
@@ -28,17 +41,11 @@ if TYPE_CHECKING:
     from shardkit.telemetry.recorder import BlockTimes
 
 __all__ = [
-    "JOB",
     "BlockLoading",
     "LocalShard",
     "give_way",
     "layout_of",
 ]
-
-
-FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, DIGEST = range(11)
-JOB: Final = 11
-"""Number of int64 in a job before its facts; see block_rows.pyi."""
 
 _NICER: Final = 3  # niceness: a loading thread gets half as much of a contested processor as another thread
 _SHORT_BYTES: Final = 240  # XXH3 uses another algorithm up to this size
@@ -179,11 +186,14 @@ class LocalShard:
             fits &= self.raw_sizes == self.sizes
         return fits
 
-    def jobs(self, inside: Int64s, addresses: Int64s) -> Int64s:
-        """Return (n, JOB + facts) jobs that load blocks to these addresses; the window fills AFTER, SLOT and BLOCK."""
+    def jobs(self, inside: Int64s) -> Int64s:
+        """Return (n, JOB + facts) jobs that load blocks; the window fills AFTER, SLOT and BLOCK.
+
+        Facts that are addresses in the block are counted from its start.
+        """
         jobs = np.zeros((len(inside), JOB + self._width), np.int64)
         jobs[:, FILE], jobs[:, OFFSET], jobs[:, SIZE] = self._file, self._offsets[inside], self.sizes[inside]
-        jobs[:, ADDRESS], jobs[:, HASH] = addresses, self._hashes[inside]
+        jobs[:, ROOM], jobs[:, HASH] = self.own_sizes[inside], self._hashes[inside]
         if self._strong:
             jobs[:, DIGEST] = _address(self._digests) + 32 * inside
         if self._is_compressed:
@@ -196,10 +206,10 @@ class LocalShard:
         for number, (*spans, pitch) in enumerate(self._members):
             starts, ends = map(_address, spans)
             own = facts[:, 1 + FACTS * number :]
-            own[:, 0], own[:, 1], own[:, 2], own[:, 3] = starts + first, ends + first, addresses, pitch
+            own[:, 0], own[:, 1], own[:, 3] = starts + first, ends + first, pitch
         for number, place in enumerate(self._places):
             own = facts[:, 1 + FACTS * number :]
-            own[:, 0], own[:, 3] = addresses + place, self.index.row_bytes
+            own[:, 0], own[:, 3] = place, self.index.row_bytes
         return jobs
 
 
@@ -253,8 +263,7 @@ class _Cuts:
 class BlockLoading:
     """Loads blocks by their numbers in the dataset.
 
-    `memory` allocates memory for blocks that are read in Python; `loads`, a `block_rows.Loads`, gets the files of local
-    shards.
+    `memory` allocates memory for blocks that are read in Python; `queue` gets the files of local shards.
     """
 
     def __init__(
@@ -263,9 +272,9 @@ class BlockLoading:
         reader: BlockReader,
         fields: Sequence[str],
         memory: TakeMemory,
-        loads: Any,
+        queue: LoadQueue,
     ) -> None:
-        self._sources, self._reader, self._memory, self._loads = sources, reader, memory, loads
+        self._sources, self._reader, self._memory, self._queue = sources, reader, memory, queue
         self._fields = fields
         self._files: dict[tuple[str, int], int] = {}
         self._shards: dict[int, LocalShard | None] = {}
@@ -275,14 +284,13 @@ class BlockLoading:
         self._has_file: dict[int, bool] = {}
         self._lock = threading.Lock()  # guards verification_failures; several threads read
         self.verification_failures = 0  # blocks that failed verification in all locations
-        self.times: BlockTimes | None = None  # gets the duration of each load
 
     def sizes(self, blocks: Int64s, until: int, now: int) -> tuple[Int64s, Int64s]:
-        """Return (n,) expected block sizes and (n,) bytes of slot memory, 0 for blocks that are read in Python.
+        """Return (n,) expected block sizes and (n,) bytes of their jobs' memory, 0 for blocks read in Python.
 
         The `LocalShard` of each block's shard is kept until a call with `now >= until`.
         """
-        if len(self._shards) > _MOST_SHARDS and not self._loads.running():
+        if len(self._shards) > _MOST_SHARDS:
             for shard in [shard for shard, step in self._needed.items() if step <= now]:
                 del self._needed[shard], self._shards[shard]
         sizes, own = np.zeros((2, len(blocks)), np.int64)
@@ -327,16 +335,16 @@ class BlockLoading:
         if shard not in self._shards:
             found = None
             with contextlib.suppress(ShardkitError):
-                if hasattr(self._loads, "add_file") and self.has_file(shard):
+                if hasattr(gather.block_rows, "load_blocks") and self.has_file(shard):
                     found = self._local_shard(shard, self._reader.index(shard))
             self._shards[shard] = found
         return self._shards[shard]
 
     def _local_shard(self, shard: int, index: ShardIndex) -> LocalShard | None:
         file, strong = self._reader.verified_file(shard, index), self._reader.verify_of(shard) == "strong"
-        if file is None or (index.compression != "none" and not block_rows.opens_zstd()):
+        if file is None or (index.compression != "none" and not gather.block_rows.opens_zstd()):
             return None
-        if strong and not block_rows.hashes_sha256():
+        if strong and not gather.block_rows.hashes_sha256():
             return None
         layout = None
         if index.format == "arrow":
@@ -350,10 +358,10 @@ class BlockLoading:
     def _number_of(self, file: tuple[str, int]) -> int:
         number = self._files.get(file)
         if number is None:
-            number = self._files[file] = self._loads.add_file(*file)
+            number = self._files[file] = self._queue.add_file(*file)
         return number
 
-    def jobs(self, blocks: Int64s, addresses: Int64s, own: Int64s) -> Int64s:
+    def jobs(self, blocks: Int64s, own: Int64s) -> Int64s:
         """Return (n, JOB + facts) jobs for the window, after a call of `sizes` for these blocks."""
         jobs = np.zeros((len(blocks), JOB + 1 + FACTS * len(self._fields)), np.int64)
         jobs[:, FILE] = -1
@@ -361,7 +369,7 @@ class BlockLoading:
         for shard, places, inside in self._by_shard(blocks[plain]):
             chosen, found = plain[places], self._shards[shard]
             assert found is not None
-            jobs[chosen] = found.jobs(inside, addresses[chosen])
+            jobs[chosen] = found.jobs(inside)
         jobs[:, BLOCK] = blocks
         return jobs
 
@@ -372,27 +380,27 @@ class BlockLoading:
             Its columns, its raw size, and the bytes of memory that it takes.
         """
         shard, inside = self._sources.rows.shard_of_block(block)
-        started = time.perf_counter()
         try:
             found = self._reader.read(shard, inside, keys=False, fields=self._fields, memory=self._memory)
         except IntegrityError:
             with self._lock:
                 self.verification_failures += 1
             raise
-        columns, size = GatherColumns(found, self._fields), self._reader.raw_size(shard, inside)
-        if self.times is not None:
-            self.times.note(shard, inside, time.perf_counter() - started, size, number=block)
-        return columns, size, _whole_pages(found.nbytes)
+        size = self._reader.raw_size(shard, inside)
+        return GatherColumns(found, self._fields), size, _whole_pages(found.nbytes)
 
-    def note_times(self) -> None:
-        """Pass the durations that the C module has recorded to `times`."""
-        if self.times is not None:
-            for block, nanoseconds in (
-                np.frombuffer(self._loads.take_times(), np.int64).reshape(-1, 2).tolist()
-            ):
-                shard, inside = self._sources.rows.shard_of_block(block)
-                size = self._reader.raw_size(shard, inside)
-                self.times.note(shard, inside, nanoseconds / 1e9, size, number=block)
+    def watch(self) -> BlockTimes:
+        """Return statistics to which each load is added from now on."""
+        from shardkit.telemetry.recorder import BlockTimes  # most loaders are not watched
+
+        times = BlockTimes(lambda shard: self._reader.shard_name(shard)[18:30], self.has_file)
+
+        def note(block: int, seconds: float) -> None:
+            shard, inside = self._sources.rows.shard_of_block(block)
+            times.note(shard, inside, seconds, self._reader.raw_size(shard, inside), number=block)
+
+        self._queue.note = note
+        return times
 
 
 def _whole_pages(size: Any) -> Any:

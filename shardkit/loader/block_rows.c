@@ -1,10 +1,10 @@
 /* What the loader does to bytes, without the interpreter: read and hash blocks, copy rows out of them.
  *
- * A thread that takes the interpreter back after every block or row waits for it as long as it works; here it is let go
- * once per call, and threads that load blocks never take it back while all goes well. The caller has checked where everything lies and keeps it alive. Numbers
- * of a caller are read once: nobody changes them between the check and the use. Nothing of the interpreter is asked for
- * while a lock is held: a thread of free-threaded Python that has to stop there would stop, with it, who waits for the lock.
- * Optional: without this module plain_rows.py copies rows with numpy, and blocks are read and hashed by formats/reading.py.
+ * A thread that takes the interpreter back after every block or row waits for it as long as it works; here it is released
+ * once per call, for several blocks or all rows of some steps. load_queue.py decides which thread loads which blocks.
+ * The caller has checked all addresses and keeps the memory alive. Numbers of a caller are read once, so that no thread
+ * changes them between the check and the use.
+ * Optional: without this module plain_rows.py copies rows with numpy, and formats/reading.py reads and hashes blocks.
  *
  * XXH3-64 is written from the description of the algorithm (xxHash, doc/xxhash_spec.md) for inputs of more than 240
  * bytes, with the default secret and no seed; tests compare it with the package. SHA-256 is in sha256.h.
@@ -13,7 +13,7 @@
 #include <Python.h>
 #include <dlfcn.h>
 #include <errno.h>
-#include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -246,201 +246,26 @@ failed:
     return -1;
 }
 
-/* ---- loads: blocks in the order of first need, taken by threads that hold no interpreter */
+/* ---- jobs: blocks to load */
 
-#define FACTS 4            /* of a field of a block, after its rows: addresses of values, ends and data; bytes between rows */
-#define DECIMAL_PITCH (-8) /* between rows that lie in their block as decimal texts */
-#define PLACED_PITCH (-24)  /* between rows of one size that lie anywhere: data and where each begins in it */
-#define OBJECT_PITCH (-16) /* between rows that are objects already: where these are is in the place of the data */
-enum { FILE_NUMBER, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, DIGEST, JOB, ROWS = JOB, STARTS, KNOWN }; /* int64 numbers of a job */
-enum { WAITING, BEGUN, DONE };
-#define WAIT_NS 100000000 /* between looks for signals */
-#define COLD_NS 20000     /* and one for each byte: longer than any read from memory */
-#define ASK_AHEAD 16      /* blocks */
-#define PIECES_AT_ONCE 16 /* of a block that are read in one call */
-#define MOST_TIMES (1 << 16)
+#define FACTS 4             /* of a field of a block, after its rows: addresses of values, ends and data; bytes between rows */
+#define DECIMAL_PITCH (-8)  /* between rows that are stored as decimal texts */
+#define PLACED_PITCH (-24)  /* between rows of one size at arbitrary offsets in the data */
+#define OBJECT_PITCH (-16)  /* between rows that were read into bytes objects: the place of the data holds their tuple */
+/* int64 numbers of a job; load_queue.py names them too */
+enum { DESCRIPTOR, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, DIGEST, ROOM, TOOK, JOB, ROWS = JOB, STARTS };
+#define COLD_NS 20000       /* and one for each byte: longer than any read from memory */
+#define PIECES_AT_ONCE 16   /* of a block that are read in one call */
+#define MOST_OBJECTS 256    /* of a block */
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* of Linux from 5.14 on; others refuse it */
 #endif
-
-#define MOST_OPEN 32      /* files, whatever the shards; and one more for each thread */
-
-typedef struct {
-    char *path;
-    int64_t size;
-} NamedFile;
-
-typedef struct {
-    int64_t number; /* of the file; -1: none */
-    int file, users;
-} OpenFile;
-
-#define MOST_OBJECTS 256 /* of a block */
-/* A job that a thread works on. */
-typedef struct {
-    int64_t number, job[KNOWN];
-} Taken;
-
-/* Rows of one size that lie anywhere, and where they go end to end. */
-typedef struct {
-    char *to;
-    const int64_t *from;
-    Py_ssize_t rows, size;
-} Piece;
-
-static void copy_each(char *to, const int64_t *from, Py_ssize_t rows, const int64_t *sizes, Py_ssize_t same);
-
-/* Of one block the rows of a field, as objects into which they are read; what lies between them is read to the job's address. */
-typedef struct {
-    int64_t job, count, pieces;
-    struct iovec *piece; /* all of the block, in order */
-    PyObject *objects[];
-} Objects;
-
-typedef struct {
-    PyObject_HEAD
-    pthread_mutex_t lock;
-    pthread_cond_t work, ready, copied;
-    int is_open, is_closed, is_making, is_timed, waiting;
-    way add_blocks;
-    int64_t width, stride, page;                           /* facts of a block; numbers of a job with them; bytes of a page */
-    int64_t *jobs;                                         /* a ring of `room` jobs, each with when it began and its state */
-    int64_t room, prefix, next, ready_to, end, dropped, asked; /* done without a gap, taken, free to be taken, added; jobs before it are nobody's */
-    int64_t now, need;                                     /* steps before it are over; jobs that are waited for, 0: nobody waits */
-    int64_t drops;                                         /* who waits across one is told */
-    int64_t *facts, slots;                                 /* of `table` */
-    Py_buffer table;
-    NamedFile *files;
-    int64_t file_count, file_room;
-    OpenFile open_files[MOST_OPEN]; /* each in the place of its number, modulo their count */
-    int64_t *running, running_count, running_room;         /* slots that jobs before `dropped` still write to */
-    int64_t *times, time_count; /* (block, ns) */
-    Objects **objects; /* of each slot, or NULL */
-    const Piece *pieces; /* of a gather that threads without a job help with; NULL: there is none */
-    int64_t piece_count, piece_next, helping;
-    int64_t loads, bytes, load_ns;
-} Loads;
 
 static int64_t now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static int64_t *job_at(const Loads *self, int64_t job) { return self->jobs + (job & (self->room - 1)) * (self->stride + 2); }
-static int64_t *began(const Loads *self, int64_t job) { return job_at(self, job) + self->stride; }
-static int64_t *state(const Loads *self, int64_t job) { return job_at(self, job) + self->stride + 1; }
-
-static int may_begin(Loads *self) { return self->next < self->ready_to; }
-
-/* Copy a piece that nobody has taken. The lock is held, but not meanwhile. */
-static void copy_piece(Loads *self)
-{
-    const Piece *piece = self->pieces + self->piece_next++;
-    pthread_mutex_unlock(&self->lock);
-    copy_each(piece->to, piece->from, piece->rows, NULL, piece->size);
-    pthread_mutex_lock(&self->lock);
-}
-
-static int is_left_to_copy(Loads *self) { return self->piece_next < self->piece_count; }
-
-/* Copy all pieces, together with threads that have nothing to load. */
-static void copy_together(Loads *self, const Piece *pieces, int64_t count)
-{
-    pthread_mutex_lock(&self->lock);
-    const int is_first = !self->pieces;
-    if (is_first) {
-        self->pieces = pieces, self->piece_count = count, self->piece_next = 0;
-        if (!may_begin(self))
-            pthread_cond_broadcast(&self->work);
-        while (is_left_to_copy(self))
-            copy_piece(self);
-        while (self->helping)
-            pthread_cond_wait(&self->copied, &self->lock);
-        self->pieces = NULL, self->piece_count = self->piece_next = 0;
-    }
-    pthread_mutex_unlock(&self->lock);
-    for (int64_t n = 0; n < count && !is_first; n++) /* another thread's rows are being copied */
-        copy_each(pieces[n].to, pieces[n].from, pieces[n].rows, NULL, pieces[n].size);
-}
-
-static int grow(void **memory, int64_t count, int64_t size)
-{
-    void *more = realloc(*memory, (size_t)count * (size_t)size);
-    if (more)
-        *memory = more;
-    return more ? 0 : -1;
-}
-
-/* A descriptor of a file, -1 where it cannot be had or has another size; the lock is not held. */
-static int borrow_file(Loads *self, int64_t number)
-{
-    OpenFile *place = &self->open_files[number % MOST_OPEN];
-    struct stat found;
-    pthread_mutex_lock(&self->lock);
-    const NamedFile named = self->files[number];
-    int file = place->number == number ? place->file : -1;
-    place->users += file >= 0;
-    pthread_mutex_unlock(&self->lock);
-    if (file >= 0)
-        return file;
-    file = open(named.path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK); /* a pipe must not block the thread */
-    if (file >= 0 && (fstat(file, &found) || !S_ISREG(found.st_mode) || (int64_t)found.st_size != named.size)) {
-        close(file);
-        return -1;
-    }
-    pthread_mutex_lock(&self->lock);
-    if (file >= 0 && !place->users && !self->is_closed) {
-        if (place->number >= 0)
-            close(place->file);
-        *place = (OpenFile){number, file, 1};
-    }
-    pthread_mutex_unlock(&self->lock);
-    return file;
-}
-
-/* The file is not read any more; where it `is_wrong` it may be healed, and is another one then: the next reader opens it again. */
-static void return_file(Loads *self, int64_t number, int file, int is_wrong)
-{
-    OpenFile *place = &self->open_files[number % MOST_OPEN];
-    pthread_mutex_lock(&self->lock);
-    const int is_kept = place->number == number && place->file == file;
-    place->users -= is_kept;
-    if (!is_kept || ((is_wrong || self->is_closed) && !place->users)) {
-        close(file);
-        if (is_kept)
-            place->number = -1;
-    }
-    pthread_mutex_unlock(&self->lock);
-}
-
-/* Disks are faster when asked for many blocks at a time; the system reads those that are asked for while this thread waits. */
-static void ask_disk(Loads *self)
-{
-#ifdef POSIX_FADV_WILLNEED
-    int64_t wanted[ASK_AHEAD][JOB];
-    int count = 0;
-    pthread_mutex_lock(&self->lock);
-    if (self->asked < self->next)
-        self->asked = self->next;
-    for (; self->asked < self->end && self->asked < self->next + ASK_AHEAD; self->asked++) {
-        memcpy(wanted[count], job_at(self, self->asked), sizeof *wanted);
-        if (wanted[count][AFTER] > self->now)
-            break;
-        count += wanted[count][FILE_NUMBER] >= 0;
-    }
-    pthread_mutex_unlock(&self->lock);
-    for (int n = 0; n < count; n++) {
-        const int file = borrow_file(self, wanted[n][FILE_NUMBER]);
-        if (file >= 0) {
-            (void)posix_fadvise(file, (off_t)wanted[n][OFFSET], (off_t)wanted[n][SIZE], POSIX_FADV_WILLNEED);
-            return_file(self, wanted[n][FILE_NUMBER], file, 0);
-        }
-    }
-#else
-    (void)self;
-#endif
 }
 
 /* Read pieces one after the other from some place of a file: 0 if all are there. */
@@ -464,11 +289,11 @@ static int read_pieces(int file, int64_t offset, const struct iovec *pieces, int
     return 0;
 }
 
-/* All pages of new memory at once take two thirds of the time; those at its ends may be others' too. */
-static void touch(const struct iovec *piece, int64_t page)
+/* Touch the pages that a piece fills. All pages of new memory at once take two thirds of the time of one after the other. */
+static void touch(const struct iovec *piece)
 {
-    const uintptr_t begin = ((uintptr_t)piece->iov_base + (uintptr_t)page - 1) & ~((uintptr_t)page - 1),
-                    end = ((uintptr_t)piece->iov_base + piece->iov_len) & ~((uintptr_t)page - 1);
+    const uintptr_t rest = (uintptr_t)sysconf(_SC_PAGESIZE) - 1, begin = ((uintptr_t)piece->iov_base + rest) & ~rest,
+                    end = ((uintptr_t)piece->iov_base + piece->iov_len) & ~rest;
     if (begin < end)
         (void)madvise((void *)begin, end - begin, MADV_POPULATE_WRITE);
 }
@@ -506,19 +331,32 @@ static void find_zstd(void)
         *(void **)&zstd.make = dlsym(library, "ZSTD_createDCtx");
 }
 
-/* What a thread needs to open blocks. */
+/* What a thread needs to open compressed blocks; it is freed when the thread ends. */
 typedef struct {
     void *context;
     unsigned char *stored;
     int64_t room;
-    int64_t *facts;
 } Scratch;
 
-static void release_scratch(Scratch *scratch)
+static pthread_key_t scratch_key;
+
+static void release_scratch(void *held)
 {
+    Scratch *scratch = held;
     if (scratch->context)
         zstd.end(scratch->context);
-    free(scratch->stored), free(scratch->facts);
+    free(scratch->stored), free(scratch);
+}
+
+/* The scratch of this thread; NULL without memory. */
+static Scratch *own_scratch(void)
+{
+    Scratch *scratch = pthread_getspecific(scratch_key);
+    if (!scratch && (scratch = calloc(1, sizeof *scratch)) && pthread_setspecific(scratch_key, scratch)) {
+        free(scratch);
+        scratch = NULL;
+    }
+    return scratch;
 }
 
 /* Exactly one frame, of so many bytes in it, to `to`: 0 if it is one. formats/compression.py refuses what is refused here. */
@@ -618,12 +456,12 @@ static int64_t settle_offsets(int64_t *offsets, int64_t rows, int64_t item)
     return last;
 }
 
-/* Open a message to `to` and note the facts of its fields: 0 if all is well. */
-static int open_message(Scratch *scratch, const int64_t *job, unsigned char *message, unsigned char *to)
+/* Open a message to `to` and write the facts of its fields to the job: 0 if all is well. */
+static int open_message(Scratch *scratch, int64_t *job, unsigned char *message, unsigned char *to)
 {
     const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT], rows = job[ROWS], room = job[RAW_SIZE] + layout[PADDING];
     const int64_t *field = layout + LAYOUT_NUMBERS + layout[NODES];
-    int64_t *facts = scratch->facts, at = 0;
+    int64_t *facts = job + JOB, at = 0;
     if (!is_of_layout(layout, job, message))
         return -1;
     *facts++ = rows;
@@ -675,18 +513,12 @@ static int has_headers(const int64_t *job, const unsigned char *block)
     return 1;
 }
 
-/* Open a verified block: 0 if it holds what its job says, and then facts of a message are in `scratch`. */
-static int open_block(Scratch *scratch, const int64_t *job, unsigned char *stored, unsigned char *to)
+/* Open a verified block: 0 if it holds what its job says; the facts of a message are then in the job. */
+static int open_block(Scratch *scratch, int64_t *job, unsigned char *stored, unsigned char *to)
 {
     if (is_message(job))
         return open_message(scratch, job, stored, to);
     return job[LAYOUT] && !has_headers(job, to) ? -1 : 0;
-}
-
-/* Bytes at the address of a job. */
-static int64_t room_of(const int64_t *job)
-{
-    return job[RAW_SIZE] ? job[RAW_SIZE] + ((const int64_t *)(intptr_t)job[LAYOUT])[PADDING] : job[SIZE];
 }
 
 /* Room for compressed bytes; NULL without memory. */
@@ -700,618 +532,180 @@ static unsigned char *room_for(Scratch *scratch, int64_t size)
     return scratch->stored;
 }
 
-/* Read, hash and open a block: 0 if it is what was written. `read_ns` is what the reading took. */
-static int load(Loads *self, Scratch *scratch, const int64_t *job, const Objects *objects, int64_t *read_ns)
-{
-    unsigned char *to = (unsigned char *)(intptr_t)job[ADDRESS];
-    unsigned char *stored = job[RAW_SIZE] ? room_for(scratch, job[SIZE]) : to;
-    const struct iovec all = {stored, (size_t)job[SIZE]}, *pieces = objects ? objects->piece : &all;
-    const int64_t count = objects ? objects->pieces : 1, started = now_ns();
-    const int file = stored ? borrow_file(self, job[FILE_NUMBER]) : -1;
-    if (file < 0)
-        return -1;
-    if (!job[AFTER]) { /* memory that held no block before, perhaps */
-        for (int64_t n = 0; objects && n < count; n++)
-            touch(&pieces[n], self->page);
-        if (!objects)
-            touch(&(struct iovec){to, (size_t)room_of(job)}, self->page);
-    }
-    int failed = read_pieces(file, job[OFFSET], pieces, count);
-    *read_ns = now_ns() - started;
-    if (!failed && job[DIGEST])
-        failed = !sha256_is((const unsigned char *)(intptr_t)job[DIGEST], pieces, count);
-    else if (!failed)
-        failed = xxh3(self->add_blocks, pieces, count) != (uint64_t)job[HASH];
-    return_file(self, job[FILE_NUMBER], file, failed);
-    return failed ? -1 : open_block(scratch, job, stored, to);
-}
-
-/* The lock is held. */
-static void finish_job(Loads *self, int64_t number, int64_t slot, const int64_t *facts)
-{
-    if (number < self->dropped) {
-        for (int64_t n = 0; n < self->running_count; n++)
-            if (self->running[n] == slot) {
-                self->running[n] = self->running[--self->running_count];
-                break;
-            }
-        return;
-    }
-    if (facts)
-        memcpy(self->facts + slot * self->width, facts, (size_t)self->width * 8);
-    *state(self, number) = DONE;
-    while (self->prefix < self->next && *state(self, self->prefix) == DONE)
-        self->prefix++;
-    if (self->waiting && self->prefix >= self->need)
-        pthread_cond_broadcast(&self->ready);
-}
-
-/* Load a job and finish it: 0, or 1 if the interpreter has to load it. */
-static int do_job(Loads *self, Scratch *scratch, const Taken *one, const Objects *objects)
-{
-    const int64_t *job = one->job, started = now_ns();
-    int64_t read_ns = 0;
-    const int failed = load(self, scratch, job, objects, &read_ns);
-    if (read_ns > COLD_NS + job[SIZE])
-        ask_disk(self);
-    if (failed)
-        return 1;
-    const int64_t took = now_ns() - started;
-    pthread_mutex_lock(&self->lock);
-    self->loads++, self->bytes += job[RAW_SIZE] ? job[RAW_SIZE] : job[SIZE], self->load_ns += took;
-    if (self->is_timed && self->time_count < MOST_TIMES) {
-        self->times[2 * self->time_count] = job[BLOCK];
-        self->times[2 * self->time_count++ + 1] = took;
-    }
-    finish_job(self, one->number, job[SLOT], is_message(job) ? scratch->facts : job_at(self, one->number) + JOB);
-    pthread_mutex_unlock(&self->lock);
-    return 0;
-}
-
-/* Take the next job. The lock is held. */
-static const Objects *take_job(Loads *self, Taken *one)
-{
-    one->number = self->next++;
-    memcpy(one->job, job_at(self, one->number), (size_t)(self->stride < KNOWN ? self->stride : KNOWN) * 8);
-    *state(self, one->number) = BEGUN;
-    *began(self, one->number) = now_ns();
-    return self->objects[one->job[SLOT]];
-}
-
-/* Take and load jobs until there is one for the interpreter: 1, or 0 once the object is closed. The lock is not held. */
-static int work(Loads *self, Scratch *scratch, Taken *one)
-{
-    for (;;) {
-        pthread_mutex_lock(&self->lock);
-        while (!self->is_closed && !may_begin(self)) {
-            if (is_left_to_copy(self)) {
-                self->helping++;
-                copy_piece(self);
-                if (!--self->helping)
-                    pthread_cond_signal(&self->copied);
-            } else {
-                pthread_cond_wait(&self->work, &self->lock);
-            }
-        }
-        const int is_closed = self->is_closed;
-        const Objects *objects = is_closed ? NULL : take_job(self, one);
-        pthread_mutex_unlock(&self->lock);
-        if (is_closed)
-            return 0;
-        if (one->job[FILE_NUMBER] < 0 || do_job(self, scratch, one, objects))
-            return 1;
-    }
-}
-
-/* The objects of a slot, which are no longer its own. The lock is held. */
-static Objects *take_objects(Loads *self, int64_t slot)
-{
-    Objects *old = self->objects[slot];
-    self->objects[slot] = NULL;
-    return old;
-}
-
-/* No lock is held, as where they are made. */
-static void release_objects(Objects *old)
-{
-    for (int64_t n = 0; old && n < old->count; n++)
-        Py_XDECREF(old->objects[n]);
-    PyMem_Free(old);
-}
-
-static void add_piece(Objects *to, void *begin, int64_t size)
-{
-    if (size)
-        to->piece[to->pieces++] = (struct iovec){begin, (size_t)size};
-}
-
 /* Where a row of a block begins and ends in it; of `field`, the facts of one. */
 static int64_t row_start(const int64_t *field, int64_t row) { return ((const int64_t *)(intptr_t)field[0])[row]; }
 static int64_t row_end(const int64_t *field, int64_t row) { return ((const int64_t *)(intptr_t)field[1])[row]; }
 
-/* The field of a job whose rows are read into objects; -1: there is none, -2: there are several. */
-static int64_t object_field(const Loads *self, const int64_t *job)
+/* The facts of the field whose rows are read into objects; NULL: no field, or several. */
+static int64_t *object_field(int64_t *job, int64_t width)
 {
-    int64_t found = -1;
-    for (int64_t n = 0; job[FILE_NUMBER] >= 0 && 1 + FACTS * (n + 1) <= self->width; n++)
-        if (job[JOB + 1 + FACTS * n + 3] == OBJECT_PITCH)
-            found = found == -1 ? n : -2;
+    int64_t *found = NULL, *field = job + JOB + 1;
+    for (int64_t n = 0; 1 + FACTS * (n + 1) <= width; n++, field += FACTS)
+        if (field[3] == OBJECT_PITCH) {
+            if (found)
+                return NULL;
+            found = field;
+        }
     return found;
 }
 
-/* New objects for the rows of a field of a job, whose facts say then where they are, and all of the block as pieces: objects
- * where they lie in it, and at the job's address what is between them. NULL without memory, or where rows do not ascend. */
-static Objects *make_objects(int64_t number, int64_t *job, int64_t field)
+/* A job that is loaded without the interpreter. */
+typedef struct {
+    int64_t *numbers, count; /* the job; number of pieces */
+    struct iovec *pieces;    /* memory of the whole block, in order */
+} Job;
+
+static void add_piece(Job *job, void *begin, int64_t size)
 {
-    int64_t *facts = job + JOB + 1 + FACTS * field, at = 0;
-    const int64_t rows = job[JOB];
-    char *between = (char *)(intptr_t)job[ADDRESS];
-    if (rows < 0 || rows > MOST_OBJECTS)
-        return NULL;
-    Objects *made = PyMem_Calloc(1, sizeof *made + (size_t)rows * sizeof *made->objects + (size_t)(2 * rows + 1) * sizeof *made->piece);
-    if (!made)
-        return NULL;
-    made->job = number, made->count = rows, made->piece = (struct iovec *)(made->objects + rows);
+    if (size)
+        job->pieces[job->count++] = (struct iovec){begin, (size_t)size};
+}
+
+/* Cut a block into objects and, at the job's address, the bytes between them: 0, or -1 if they do not fit its rows. */
+static int cut_block(Job *job, const int64_t *field, PyObject *objects)
+{
+    const int64_t rows = job->numbers[ROWS], size = job->numbers[SIZE];
+    char *between = (char *)(intptr_t)job->numbers[ADDRESS];
+    int64_t at = 0;
+    if (!PyTuple_Check(objects) || PyTuple_GET_SIZE(objects) != rows || rows > MOST_OBJECTS)
+        return -1;
+    if (!(job->pieces = malloc((size_t)(2 * rows + 1) * sizeof *job->pieces)))
+        return -1;
     for (int64_t row = 0; row < rows; row++) {
-        const int64_t start = row_start(facts, row), end = row_end(facts, row);
-        if (start < at || end < start || end > job[SIZE] ||
-            !(made->objects[row] = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(end - start)))) {
-            PyErr_Clear();
-            release_objects(made);
-            return NULL;
-        }
-        add_piece(made, between, start - at);
-        add_piece(made, PyBytes_AS_STRING(made->objects[row]), end - start);
+        PyObject *one = PyTuple_GET_ITEM(objects, row);
+        const int64_t start = row_start(field, row), end = row_end(field, row);
+        if (start < at || end < start || end > size || !PyBytes_Check(one) || PyBytes_GET_SIZE(one) != end - start)
+            return -1;
+        add_piece(job, between, start - at);
+        add_piece(job, PyBytes_AS_STRING(one), end - start);
         between += start - at, at = end;
     }
-    add_piece(made, between, job[SIZE] - at);
-    facts[2] = (int64_t)(intptr_t)made->objects;
-    return made;
-}
-
-/* Let the next job be taken once it has objects, those of its slot until now go. The lock is held, but not meanwhile. */
-static void free_with_objects(Loads *self, int64_t *copy)
-{
-    const int64_t number = self->ready_to, slot = job_at(self, number)[SLOT], bytes = self->stride * 8;
-    Objects *old = take_objects(self, slot), *made = NULL;
-    memcpy(copy, job_at(self, number), (size_t)bytes);
-    self->is_making = 1;
-    pthread_mutex_unlock(&self->lock);
-    const int64_t field = object_field(self, copy);
-    release_objects(old);
-    if (field >= 0 && !(made = make_objects(number, copy, field)))
-        copy[FILE_NUMBER] = -1; /* the caller's, who finds out why */
-    pthread_mutex_lock(&self->lock);
-    self->is_making = 0;
-    if (self->ready_to == number) {
-        memcpy(job_at(self, number), copy, (size_t)bytes);
-        self->objects[slot] = made;
-        self->ready_to++;
-    } else { /* it was dropped */
-        pthread_mutex_unlock(&self->lock);
-        release_objects(made);
-        pthread_mutex_lock(&self->lock);
-    }
-}
-
-/* Let jobs be taken whose slots are free by now. The lock is held, but not while objects are made: by the thread that works
- * the steps, for what batches gave back to glibc's malloc is taken again by the same thread only. */
-static void free_jobs(Loads *self, int works_steps)
-{
-    const int64_t before = self->ready_to;
-    int64_t *copy = NULL;
-    while (self->ready_to < self->end && job_at(self, self->ready_to)[AFTER] <= self->now) {
-        const int64_t *job = job_at(self, self->ready_to);
-        if (object_field(self, job) < 0 && !self->objects[job[SLOT]])
-            self->ready_to++;
-        else if (!works_steps || self->is_making || (!copy && !(copy = malloc((size_t)self->stride * 8))))
-            break;
-        else
-            free_with_objects(self, copy);
-    }
-    free(copy);
-    if (self->ready_to > before)
-        pthread_cond_broadcast(&self->work);
-}
-
-static PyObject *loads_work(Loads *self, PyObject *ignored)
-{
-    Taken one;
-    int is_taken;
-    Scratch scratch = {NULL, NULL, 0, malloc((size_t)self->width * 8)};
-    if (!scratch.facts)
-        return PyErr_NoMemory();
-    Py_BEGIN_ALLOW_THREADS
-    is_taken = work(self, &scratch, &one);
-    release_scratch(&scratch);
-    Py_END_ALLOW_THREADS
-    if (!is_taken)
-        Py_RETURN_NONE;
-    return Py_BuildValue("LLL", (long long)one.number, (long long)one.job[SLOT], (long long)one.job[BLOCK]);
-}
-
-/* Room for so many jobs; those that are not done move to their places in the larger ring. */
-static int make_ring(Loads *self, int64_t jobs)
-{
-    int64_t room = self->room ? self->room : 64;
-    while (room < jobs)
-        room *= 2;
-    if (room == self->room)
-        return 0;
-    const size_t bytes = (size_t)(self->stride + 2) * 8;
-    int64_t *ring = calloc((size_t)room, bytes);
-    if (!ring)
-        return -1;
-    for (int64_t job = self->prefix; job < self->end; job++)
-        memcpy((char *)ring + (size_t)(job & (room - 1)) * bytes, job_at(self, job), bytes);
-    free(self->jobs);
-    self->jobs = ring, self->room = room;
+    add_piece(job, between, size - at);
     return 0;
 }
 
-static PyObject *loads_add(Loads *self, PyObject *jobs)
+/* From offsets in the block to addresses: of the rows of a field, or of the data that its starts and ends refer to. */
+static void move_facts(int64_t *job, int64_t width)
 {
+    int64_t *field = job + JOB + 1;
+    for (int64_t n = 0; 1 + FACTS * (n + 1) <= width; n++, field += FACTS)
+        if (field[3] != OBJECT_PITCH)
+            field[field[1] ? 2 : 0] += job[ADDRESS];
+}
+
+/* Read, hash and open a block: 0 if it is what was written. `read_ns` is the duration of the read. */
+static int load(Scratch *scratch, way add_blocks, const Job *one, int64_t width, int64_t *read_ns)
+{
+    int64_t *job = one->numbers;
+    unsigned char *to = (unsigned char *)(intptr_t)job[ADDRESS];
+    unsigned char *stored = job[RAW_SIZE] ? room_for(scratch, job[SIZE]) : to;
+    const struct iovec all = {stored, (size_t)job[SIZE]}, *pieces = one->pieces ? one->pieces : &all;
+    const int64_t count = one->pieces ? one->count : 1, started = now_ns();
+    if (!stored)
+        return -1;
+    if (!job[AFTER]) { /* the memory may be new */
+        for (int64_t n = 0; one->pieces && n < count; n++)
+            touch(&pieces[n]);
+        if (!one->pieces)
+            touch(&(struct iovec){to, (size_t)job[ROOM]});
+    }
+    int failed = read_pieces((int)job[DESCRIPTOR], job[OFFSET], pieces, count);
+    *read_ns = now_ns() - started;
+    if (!failed && job[DIGEST])
+        failed = !sha256_is((const unsigned char *)(intptr_t)job[DIGEST], pieces, count);
+    else if (!failed)
+        failed = xxh3(add_blocks, pieces, count) != (uint64_t)job[HASH];
+    if (failed || open_block(scratch, job, stored, to))
+        return -1;
+    if (!is_message(job))
+        move_facts(job, width);
+    job[TOOK] = now_ns() - started;
+    return 0;
+}
+
+static int is_job(const int64_t *job, int64_t width)
+{
+    const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT];
+    return job[DESCRIPTOR] >= 0 && job[DESCRIPTOR] <= INT_MAX && job[SIZE] >= SHORTEST && job[OFFSET] >= 0 && job[ROWS] >= 0 && job[ROOM] >= 0 &&
+           job[RAW_SIZE] >= 0 && (!job[RAW_SIZE] || (zstd.make && is_message(job))) && (!job[DIGEST] || sha256_is_here()) &&
+           (!is_message(job) || 1 + FACTS * layout[FIELDS] == width);
+}
+
+/* load_blocks(jobs, objects, way) */
+static PyObject *load_blocks(PyObject *self, PyObject *args)
+{
+    PyObject *jobs_object, *objects, *result = NULL;
     Py_buffer held;
-    if (PyObject_GetBuffer(jobs, &held, PyBUF_SIMPLE) < 0)
-        return NULL;
-    const int64_t count = held.len / (self->stride * 8);
-    int fits = held.len == count * self->stride * 8, enough = 1;
-    pthread_mutex_lock(&self->lock);
-    const int64_t first = self->end;
-    enough = !make_ring(self, self->end + count - self->prefix);
-    for (int64_t n = 0; enough && fits && n < count; n++) { /* nobody's before `end` says so, and checked as it was copied */
-        int64_t *job = job_at(self, first + n);
-        memcpy(job, (const char *)held.buf + n * self->stride * 8, (size_t)self->stride * 8);
-        *state(self, first + n) = WAITING;
-        const int64_t *layout = (const int64_t *)(intptr_t)job[LAYOUT];
-        fits = job[FILE_NUMBER] < self->file_count && job[SLOT] >= 0 && job[SLOT] < self->slots && object_field(self, job) > -2 &&
-               (job[FILE_NUMBER] < 0 || (job[SIZE] >= SHORTEST && job[OFFSET] >= 0 && job[RAW_SIZE] >= 0 &&
-                                         (!job[RAW_SIZE] || (zstd.make && is_message(job))) &&
-                                         (!job[DIGEST] || sha256_is_here()) &&
-                                         (!is_message(job) || 1 + FACTS * layout[FIELDS] == self->width)));
-    }
-    if (enough && fits) {
-        self->end += count;
-        free_jobs(self, 0);
-        if (self->waiting) /* who works the steps makes objects */
-            pthread_cond_broadcast(&self->ready);
-    }
-    pthread_mutex_unlock(&self->lock);
-    PyBuffer_Release(&held);
-    if (!enough)
-        return PyErr_NoMemory();
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "expected jobs of blocks of more than 240 bytes in known files, and of known slots");
-        return NULL;
-    }
-    return PyLong_FromLongLong(first);
-}
-
-static PyObject *loads_add_file(Loads *self, PyObject *args)
-{
-    PyObject *name;
-    long long size;
-    if (!PyArg_ParseTuple(args, "O&L:add_file", PyUnicode_FSConverter, &name, &size))
-        return NULL;
-    char *path = strdup(PyBytes_AS_STRING(name));
-    Py_DECREF(name);
-    pthread_mutex_lock(&self->lock);
-    int fits = path != NULL;
-    if (fits && self->file_count == self->file_room) {
-        fits = !grow((void **)&self->files, 2 * self->file_room + 8, sizeof *self->files);
-        self->file_room = fits ? 2 * self->file_room + 8 : self->file_room;
-    }
-    const int64_t number = self->file_count;
-    if (fits)
-        self->files[self->file_count++] = (NamedFile){path, size};
-    pthread_mutex_unlock(&self->lock);
-    if (!fits) {
-        free(path);
-        return PyErr_NoMemory();
-    }
-    return PyLong_FromLongLong(number);
-}
-
-static PyObject *loads_set_table(Loads *self, PyObject *table)
-{
-    Py_buffer held, old;
-    if (PyObject_GetBuffer(table, &held, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0)
-        return NULL;
-    if (held.ndim != 2 || held.itemsize != 8 || held.shape[1] != self->width || held.shape[0] < self->slots) {
-        PyBuffer_Release(&held);
-        PyErr_SetString(PyExc_ValueError, "expected a table of no fewer slots");
-        return NULL;
-    }
-    pthread_mutex_lock(&self->lock);
-    if (grow((void **)&self->objects, held.shape[0] + 1, sizeof *self->objects) < 0) {
-        pthread_mutex_unlock(&self->lock);
-        PyBuffer_Release(&held);
-        return PyErr_NoMemory();
-    }
-    for (int64_t slot = self->slots; slot < held.shape[0]; slot++)
-        self->objects[slot] = NULL;
-    if (self->slots)
-        memcpy(held.buf, self->facts, (size_t)(self->slots * self->width) * 8);
-    old = self->table;
-    self->table = held, self->facts = held.buf, self->slots = held.shape[0];
-    pthread_mutex_unlock(&self->lock);
-    PyBuffer_Release(&old);
-    Py_RETURN_NONE;
-}
-
-static PyObject *loads_finish(Loads *self, PyObject *args)
-{
-    long long number, slot;
-    Py_buffer facts = {0};
-    if (!PyArg_ParseTuple(args, "LLz*:finish", &number, &slot, &facts))
-        return NULL;
-    pthread_mutex_lock(&self->lock);
-    const int fits = number >= 0 && number < self->next && slot >= 0 && slot < self->slots &&
-                     (!facts.buf || facts.len == self->width * 8);
-    Objects *old = NULL;
-    if (fits) {
-        old = take_objects(self, slot); /* they are not what was read */
-        finish_job(self, number, slot, facts.buf);
-    }
-    pthread_mutex_unlock(&self->lock);
-    release_objects(old);
-    PyBuffer_Release(&facts);
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "expected a job that was taken, and its facts");
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *loads_wait(Loads *self, PyObject *args)
-{
-    long long need;
-    double timeout;
-    if (!PyArg_ParseTuple(args, "Ld:wait", &need, &timeout))
-        return NULL;
-    const int64_t ends = now_ns() + (int64_t)(timeout * 1e9);
-    pthread_mutex_lock(&self->lock);
-    const int64_t drops = self->drops;
-    int64_t prefix;
-    for (;;) {
-        free_jobs(self, 1);
-        prefix = self->prefix;
-        if (self->is_closed || self->drops != drops)
-            prefix = -2;
-        else if (prefix < need && now_ns() >= ends)
-            prefix = -1;
-        if (prefix < 0 || prefix >= need)
-            break;
-        struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_nsec += WAIT_NS;
-        until.tv_sec += until.tv_nsec / 1000000000, until.tv_nsec %= 1000000000;
-        self->waiting++, self->need = need;
-        pthread_mutex_unlock(&self->lock);
-        Py_BEGIN_ALLOW_THREADS
-        pthread_mutex_lock(&self->lock);
-        if (self->prefix < need && !self->is_closed && self->drops == drops)
-            pthread_cond_timedwait(&self->ready, &self->lock, &until);
-        self->waiting--;
-        pthread_mutex_unlock(&self->lock);
-        Py_END_ALLOW_THREADS
-        if (PyErr_CheckSignals() < 0)
-            return NULL;
-        pthread_mutex_lock(&self->lock);
-    }
-    pthread_mutex_unlock(&self->lock);
-    return PyLong_FromLongLong(prefix);
-}
-
-static PyObject *loads_advance(Loads *self, PyObject *step)
-{
-    const int64_t now = PyLong_AsLongLong(step);
-    if (now == -1 && PyErr_Occurred())
-        return NULL;
-    pthread_mutex_lock(&self->lock);
-    self->now = now;
-    free_jobs(self, 1);
-    pthread_mutex_unlock(&self->lock);
-    Py_RETURN_NONE;
-}
-
-/* Slots that jobs before `dropped` still write to; the lock is held, and let go of. */
-static PyObject *unlock_and_list_running(Loads *self)
-{
-    const int64_t count = self->running_count;
-    int64_t *slots = malloc((size_t)count * 8 + 1);
-    if (slots && count)
-        memcpy(slots, self->running, (size_t)count * 8);
-    pthread_mutex_unlock(&self->lock);
-    PyObject *found = slots ? PyList_New(count) : PyErr_NoMemory();
-    for (int64_t n = 0; found && n < count; n++) {
-        PyObject *slot = PyLong_FromLongLong(slots[n]);
-        if (slot)
-            PyList_SET_ITEM(found, n, slot);
-        else
-            Py_CLEAR(found);
-    }
-    free(slots);
-    return found;
-}
-
-/* What was not begun is nobody's; what was, too, but its slot is written to for a while. */
-static PyObject *loads_drop(Loads *self, PyObject *ignored)
-{
-    int enough = 1;
-    pthread_mutex_lock(&self->lock);
-    const int64_t begun = self->next;
-    for (int64_t job = self->prefix; job < begun && enough; job++) {
-        if (*state(self, job) != BEGUN)
-            continue;
-        if (self->running_count == self->running_room) {
-            enough = !grow((void **)&self->running, 2 * self->running_room + 8, 8);
-            self->running_room = enough ? 2 * self->running_room + 8 : self->running_room;
-        }
-        if (enough)
-            self->running[self->running_count++] = job_at(self, job)[SLOT];
-    }
-    self->prefix = self->next = self->ready_to = self->dropped = self->end;
-    self->drops++;
-    pthread_cond_broadcast(&self->ready);
-    PyObject *running = unlock_and_list_running(self); /* as of now: who ends from here on writes no facts */
-    if (running && enough)
-        return Py_BuildValue("LN", (long long)begun, running);
-    Py_XDECREF(running);
-    return PyErr_NoMemory();
-}
-
-static PyObject *loads_running(Loads *self, PyObject *ignored)
-{
-    pthread_mutex_lock(&self->lock);
-    return unlock_and_list_running(self);
-}
-static PyObject *loads_longest(Loads *self, PyObject *ignored)
-{
-    int64_t block = -1, since = INT64_MAX;
-    pthread_mutex_lock(&self->lock);
-    for (int64_t job = self->prefix; job < self->next; job++)
-        if (*state(self, job) == BEGUN && *began(self, job) < since) {
-            since = *began(self, job);
-            block = job_at(self, job)[BLOCK];
-        }
-    pthread_mutex_unlock(&self->lock);
-    if (block < 0)
-        Py_RETURN_NONE;
-    return Py_BuildValue("Ld", (long long)block, (double)(now_ns() - since) / 1e9);
-}
-
-static PyObject *loads_counts(Loads *self, PyObject *ignored)
-{
-    pthread_mutex_lock(&self->lock);
-    const int64_t prefix = self->prefix, loads = self->loads, bytes = self->bytes, load_ns = self->load_ns;
-    pthread_mutex_unlock(&self->lock);
-    return Py_BuildValue("LLLd", (long long)prefix, (long long)loads, (long long)bytes, (double)load_ns / 1e9);
-}
-
-static PyObject *loads_take_times(Loads *self, PyObject *ignored)
-{
-    int64_t *empty = self->is_timed ? malloc(MOST_TIMES * 16) : NULL;
-    if (self->is_timed && !empty)
-        return PyErr_NoMemory();
-    pthread_mutex_lock(&self->lock);
-    int64_t *times = self->times;
-    const int64_t count = self->time_count;
-    self->times = empty, self->time_count = 0;
-    pthread_mutex_unlock(&self->lock);
-    PyObject *found = PyBytes_FromStringAndSize((const char *)times, count * 16);
-    free(times);
-    return found;
-}
-
-static PyObject *loads_close(Loads *self, PyObject *ignored)
-{
-    pthread_mutex_lock(&self->lock);
-    self->is_closed = 1;
-    pthread_cond_broadcast(&self->work);
-    pthread_cond_broadcast(&self->ready);
-    for (OpenFile *one = self->open_files; one < self->open_files + MOST_OPEN; one++)
-        if (one->number >= 0 && !one->users) {
-            close(one->file);
-            one->number = -1;
-        }
-    pthread_mutex_unlock(&self->lock);
-    Py_RETURN_NONE;
-}
-
-/* What a job has read is needed no more; perhaps another one has its slot by now. */
-static PyObject *loads_release(Loads *self, PyObject *args)
-{
-    long long number, slot;
-    if (!PyArg_ParseTuple(args, "LL:release", &number, &slot))
-        return NULL;
-    pthread_mutex_lock(&self->lock);
-    Objects *old = NULL;
-    if (slot >= 0 && slot < self->slots && self->objects[slot] && self->objects[slot]->job == number)
-        old = take_objects(self, slot);
-    pthread_mutex_unlock(&self->lock);
-    release_objects(old);
-    Py_RETURN_NONE;
-}
-
-/* No thread works, and nobody copies rows any more. */
-static PyObject *loads_leave(Loads *self, PyObject *ignored)
-{
-    for (int64_t slot = 0; slot < self->slots; slot++)
-        release_objects(take_objects(self, slot));
-    Py_RETURN_NONE;
-}
-
-static int loads_init(Loads *self, PyObject *args, PyObject *names)
-{
-    static char *keywords[] = {"width", "timed", "way", NULL};
     way found[2];
     const int ways = ways_here(found);
-    int wanted = ways - 1, timed = 0;
-    Py_ssize_t width;
-    if (!PyArg_ParseTupleAndKeywords(args, names, "n|pi:Loads", keywords, &width, &timed, &wanted))
-        return -1;
-    if (self->is_open || width < 1 || width > 1 << 20 || wanted < 0 || wanted >= ways) {
-        PyErr_SetString(PyExc_ValueError, "expected facts of a block, and a way that this processor knows");
-        return -1;
-    }
-    self->width = width, self->stride = JOB + width, self->is_timed = timed, self->add_blocks = found[wanted];
-    self->page = sysconf(_SC_PAGESIZE);
-    if (timed && !(self->times = malloc(MOST_TIMES * 16))) {
+    int wanted = ways - 1, is_cold = 0;
+    int64_t loaded = 0, *numbers = NULL;
+    Job *jobs = NULL;
+    if (!PyArg_ParseTuple(args, "OO!|i:load_blocks", &jobs_object, &PyTuple_Type, &objects, &wanted) ||
+        PyObject_GetBuffer(jobs_object, &held, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    int fits = held.ndim == 2 && held.itemsize == 8 && held.shape[1] > JOB && PyTuple_GET_SIZE(objects) == held.shape[0] &&
+               wanted >= 0 && wanted < ways;
+    const int64_t count = fits ? held.shape[0] : 0, stride = fits ? held.shape[1] : 0, width = stride - JOB;
+    Scratch *scratch = own_scratch();
+    numbers = PyMem_Malloc((size_t)held.len + 8), jobs = PyMem_Calloc((size_t)count + 1, sizeof *jobs);
+    if (!scratch || !numbers || !jobs) {
         PyErr_NoMemory();
-        return -1;
+        goto done;
     }
-    pthread_mutex_init(&self->lock, NULL);
-    pthread_cond_init(&self->work, NULL);
-    pthread_cond_init(&self->ready, NULL);
-    pthread_cond_init(&self->copied, NULL);
-    for (int n = 0; n < MOST_OPEN; n++)
-        self->open_files[n].number = -1;
-    self->is_open = 1;
-    return 0;
+    memcpy(numbers, held.buf, (size_t)held.len);
+    for (int64_t n = 0; fits && n < count; n++) {
+        jobs[n].numbers = numbers + n * stride;
+        fits = is_job(jobs[n].numbers, width);
+    }
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "expected jobs of blocks of more than 240 bytes, and the objects of each");
+        goto done;
+    }
+    int64_t most = 0; /* jobs before one whose rows do not fit its objects */
+    for (const int64_t *field; most < count; most++)
+        if ((field = object_field(jobs[most].numbers, width)) && cut_block(&jobs[most], field, PyTuple_GET_ITEM(objects, most)))
+            break;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t read_ns = 0; loaded < most && !is_cold; loaded++) {
+        if (load(scratch, found[wanted], &jobs[loaded], width, &read_ns))
+            break;
+        is_cold = read_ns > COLD_NS + jobs[loaded].numbers[SIZE];
+    }
+    Py_END_ALLOW_THREADS
+    memcpy(held.buf, numbers, (size_t)(loaded * stride) * 8);
+    result = Py_BuildValue("LO", (long long)loaded, is_cold ? Py_True : Py_False);
+done:
+    for (int64_t n = 0; jobs && n < count; n++)
+        free(jobs[n].pieces);
+    PyMem_Free(jobs), PyMem_Free(numbers);
+    PyBuffer_Release(&held);
+    return result;
 }
 
-static void loads_dealloc(Loads *self)
+/* make_objects(job): the tuple of empty bytes objects, whose address the facts then hold; None without such a field, or if
+ * rows do not fit the block. */
+static PyObject *make_objects(PyObject *self, PyObject *job_object)
 {
-    PyTypeObject *type = Py_TYPE(self);
-    Py_DECREF(loads_leave(self, NULL));
-    for (int64_t n = 0; n < self->file_count; n++)
-        free(self->files[n].path);
-    if (self->table.obj)
-        PyBuffer_Release(&self->table);
-    free(self->files), free(self->jobs), free(self->running), free(self->times), free(self->objects);
-    type->tp_free(self);
-    Py_DECREF(type);
+    Py_buffer held;
+    if (PyObject_GetBuffer(job_object, &held, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    int64_t *job = held.buf, *field = held.len > JOB * 8 ? object_field(job, held.len / 8 - JOB) : NULL;
+    const int64_t rows = field ? job[ROWS] : -1;
+    PyObject *made = rows >= 0 && rows <= MOST_OBJECTS ? PyTuple_New(rows) : Py_NewRef(Py_None);
+    for (int64_t row = 0; row < rows && made && made != Py_None; row++) {
+        const int64_t size = row_end(field, row) - row_start(field, row);
+        PyObject *one = size >= 0 && size <= job[SIZE] ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size) : Py_NewRef(Py_None);
+        if (one)
+            PyTuple_SET_ITEM(made, row, one);
+        else
+            Py_CLEAR(made);
+    }
+    if (made && made != Py_None)
+        field[2] = (int64_t)(intptr_t)made;
+    PyBuffer_Release(&held);
+    return made;
 }
-
-static PyObject *loads_gather_rows(Loads *self, PyObject *args);
-
-static PyMethodDef loads_methods[] = {
-    {"add", (PyCFunction)loads_add, METH_O, "add(jobs): (n, 10 + width) int64, in the order of first need; the number of the first."},
-    {"add_file", (PyCFunction)loads_add_file, METH_VARARGS, "add_file(path, size): the number of a file."},
-    {"set_table", (PyCFunction)loads_set_table, METH_O, "set_table(facts): (slots, width) int64, which takes over what the last one held."},
-    {"work", (PyCFunction)loads_work, METH_NOARGS, "work(): load, until (job, slot, block) of one for the caller; None once closed."},
-    {"finish", (PyCFunction)loads_finish, METH_VARARGS, "finish(job, slot, facts or None): a job that `work` returned is done."},
-    {"wait", (PyCFunction)loads_wait, METH_VARARGS,
-     "wait(jobs, timeout_s): until the first so many are done; how many are, -1 if time is up, -2 if they were dropped."},
-    {"advance", (PyCFunction)loads_advance, METH_O, "advance(step): steps before it are over."},
-    {"drop", (PyCFunction)loads_drop, METH_NOARGS, "drop(): forget all jobs; the number of the first that was not begun, and the slots of `running()` at that moment."},
-    {"running", (PyCFunction)loads_running, METH_NOARGS, "running(): slots that forgotten jobs still write to."},
-    {"longest", (PyCFunction)loads_longest, METH_NOARGS, "longest(): (block, seconds) of what has been loading for the longest time, or None."},
-    {"counts", (PyCFunction)loads_counts, METH_NOARGS, "counts(): (jobs done without a gap, loads, bytes, seconds)."},
-    {"take_times", (PyCFunction)loads_take_times, METH_NOARGS, "take_times(): int64 (block, ns) of loads since the last call."},
-    {"gather_rows", (PyCFunction)loads_gather_rows, METH_VARARGS, "gather_rows(…): as the function; threads that have nothing to load help."},
-    {"release", (PyCFunction)loads_release, METH_VARARGS, "release(job, slot): the objects that it has read are referred to no more."},
-    {"leave", (PyCFunction)loads_leave, METH_NOARGS, "leave(): release all objects that rows were read into; no thread may work."},
-    {"close", (PyCFunction)loads_close, METH_NOARGS, "close(): `work` and `wait` return."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot loads_slots[] = {
-    {Py_tp_init, loads_init}, {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, loads_dealloc}, {Py_tp_methods, loads_methods}, {0, NULL},
-};
-
-static PyType_Spec loads_spec = {"shardkit.loader.block_rows.Loads", sizeof(Loads), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, loads_slots};
 
 static PyObject *ways(PyObject *self, PyObject *ignored)
 {
@@ -1459,34 +853,9 @@ static Py_ssize_t bytes_of(const Py_buffer *held, Py_ssize_t count)
     return bytes;
 }
 
-#define WORTH_HELP (1 << 20)   /* bytes; waking a thread takes as long as copying a tenth of them */
-#define PIECE_BYTES (1 << 17) /* copied in some ten microseconds */
-
-/* Cut what is to be copied into pieces: how many; counts only where `pieces` is NULL. */
-static int64_t cut_rows(Piece *pieces, const Targets *targets, const int64_t *numbers, Py_ssize_t fields, Py_ssize_t rows)
-{
-    const Py_ssize_t parts = targets->count / fields;
-    int64_t count = 0;
-    for (Py_ssize_t n = 0; n < fields; n++) {
-        const Py_buffer *own = targets->held + n * parts;
-        const int64_t *from = numbers + 2 * rows * n;
-        const Py_ssize_t size = bytes_of(own, parts) / rows, most = size > PIECE_BYTES ? 1 : size ? PIECE_BYTES / size : 0;
-        for (Py_ssize_t part = 0; size && part < parts; part++)
-            for (Py_ssize_t done = 0, all = own[part].len / size; done < all; done += most, count++) {
-                const Py_ssize_t some = all - done < most ? all - done : most;
-                if (pieces)
-                    pieces[count] = (Piece){(char *)own[part].buf + done * size, from, some, size};
-                from += some;
-            }
-    }
-    return count;
-}
-
-static PyObject *gather(Loads *helpers, PyObject *args)
+static PyObject *gather_rows(PyObject *self, PyObject *args)
 {
     PyObject *list, *facts_object, *arrays[2], *columns;
-    Piece *pieces = NULL;
-    int64_t count = 0;
     Py_buffer facts;
     Targets targets;
     Table table, found = {0, NULL};
@@ -1520,21 +889,18 @@ static PyObject *gather(Loads *helpers, PyObject *args)
         state = find_rows(&found, &facts, column);
     }
     if (numbers && fits && state == COPIED && targets.size) {
-        count = cut_rows(NULL, &targets, numbers, fields, rows);
-        if (!(pieces = PyMem_Malloc((size_t)count * sizeof *pieces)))
-            PyErr_NoMemory();
-    }
-    if (pieces) {
-        cut_rows(pieces, &targets, numbers, fields, rows);
         PyThreadState *let_go = targets.size >= WORTH_LETTING_GO ? PyEval_SaveThread() : NULL;
-        if (helpers && targets.size >= WORTH_HELP)
-            copy_together(helpers, pieces, count);
-        else
-            for (int64_t n = 0; n < count; n++)
-                copy_each(pieces[n].to, pieces[n].from, pieces[n].rows, NULL, pieces[n].size);
+        for (Py_ssize_t n = 0; n < fields; n++) {
+            const Py_buffer *own = targets.held + n * parts;
+            const Py_ssize_t size = bytes_of(own, parts) / rows;
+            const int64_t *from = numbers + 2 * rows * n;
+            for (Py_ssize_t part = 0; size && part < parts; part++) {
+                copy_each(own[part].buf, from, own[part].len / size, NULL, size);
+                from += own[part].len / size;
+            }
+        }
         if (let_go)
             PyEval_RestoreThread(let_go);
-        PyMem_Free(pieces);
     }
     found.numbers = numbers;
     if (!fits && !PyErr_Occurred())
@@ -1547,9 +913,6 @@ no_targets:
     PyMem_Free(table.numbers);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(state);
 }
-
-static PyObject *gather_rows(PyObject *self, PyObject *args) { return gather(NULL, args); }
-static PyObject *loads_gather_rows(Loads *self, PyObject *args) { return gather(self, args); }
 
 /* (addresses, sizes) of the arguments, no size below 0; 0 on success. */
 static int copy_spans_of(PyObject *args, Table *table)
@@ -1662,7 +1025,10 @@ static PyObject *objects_of(PyObject *self, PyObject *args)
         if (!(fits = row[n] >= 0 && row[n] < block[0]))
             break;
         if (field[3] == OBJECT_PITCH) {
-            found[n] = ((PyObject *const *)(intptr_t)field[2])[row[n]];
+            PyObject *objects = (PyObject *)(intptr_t)field[2];
+            if (!(fits = PyTuple_Check(objects) && row[n] < PyTuple_GET_SIZE(objects)))
+                break;
+            found[n] = PyTuple_GET_ITEM(objects, row[n]);
             continue;
         }
         const int64_t start = row_start(field, row[n]), size = row_end(field, row[n]) - start;
@@ -1739,6 +1105,9 @@ static PyMethodDef functions[] = {
     {"hashes_sha256", hashes_sha256, METH_NOARGS, "hashes_sha256(): whether jobs may have a SHA-256 digest: the processor has instructions for it."},
     {"opens_zstd", opens_zstd, METH_NOARGS, "opens_zstd(): whether jobs may be compressed: the system has libzstd."},
     {"ways", ways, METH_NOARGS, "ways(): in how many ways this processor can hash; all give the same hashes."},
+    {"load_blocks", load_blocks, METH_VARARGS,
+     "load_blocks(jobs, objects, way): read, hash and open blocks; (how many, whether the last was not in the page cache)."},
+    {"make_objects", make_objects, METH_O, "make_objects(job): a tuple of empty bytes objects for the rows of a field, or None."},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, addresses, size or sizes): the row at each address, end to end into `target`."},
     {"gather_rows", gather_rows, METH_VARARGS,
@@ -1753,11 +1122,14 @@ static PyMethodDef functions[] = {
 
 static int add_names(PyObject *module)
 {
+    static int has_key;
     find_zstd();
-    PyObject *type = PyType_FromSpec(&loads_spec);
-    const int failed = !type || PyModule_AddObjectRef(module, "Loads", type) < 0 || PyModule_AddIntMacro(module, COPIED) < 0;
-    Py_XDECREF(type);
-    return failed ? -1 : 0;
+    if (!has_key && pthread_key_create(&scratch_key, release_scratch)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    has_key = 1;
+    return PyModule_AddIntMacro(module, COPIED);
 }
 
 static PyModuleDef_Slot slots[] = {

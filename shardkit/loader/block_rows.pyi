@@ -7,84 +7,41 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
-class Loads:
-    """Blocks to be loaded, in the order in which steps first need them, for threads that hold no interpreter.
+def load_blocks(
+    jobs: Int64s, objects: tuple[tuple[bytes, ...] | None, ...], way: int = ..., /
+) -> tuple[int, bool]:
+    """Read, hash and open blocks one after the other, up to one that is wrong or was not in the page cache.
 
-    Where the facts of a field say OBJECTS (gather.py) instead of the bytes between rows, its rows are read into bytes
-    objects, made once the slot is free; of the block only what lies between them is at the job's address, end to end.
+    A job is 13 + `width` int64, named in load_queue.py:
 
-    A job is 11 + `width` int64: file (-1: the caller loads it), offset, bytes (above 240), address, XXH3-64, the step
-    up to which its memory is in use, slot, block, address of the layout of Arrow messages (`formats.message_layout`) or
-    of a tar's headers (0: there are none), bytes in a zstd frame or in a message of them (0: it is not compressed),
-    address of a SHA-256 digest (0: none) that is compared instead of XXH3-64, and its facts: they are the row `slot` of
-    the table once it is loaded. Of a message only the rows are given, and the rest is found.
+    * descriptor of the file, offset, bytes (above 240), address to load to, XXH3-64,
+    * AFTER, slot and block, which the queue uses (an AFTER of 0: the memory may be new),
+    * address of the layout of Arrow messages (`formats.message_layout`) or of the headers of a tar (0: neither), bytes
+      after decompression (0: not compressed), address of a SHA-256 digest compared instead of XXH3-64 (0: none),
+    * bytes of memory at the address, nanoseconds that the load took, which are filled in,
+    * `width` facts of the block. Those of a message are filled in; all others are given with offsets in the block, to
+      which the address is added.
+
+    If the facts of a field say OBJECTS (gather.py), its rows are read into the job's bytes objects, and only the bytes
+    between them to the address, end to end.
 
     Args:
-        width: of the table.
-        timed: whether `take_times` is asked.
-        way: of hashing; the widest that this processor knows unless a test says otherwise.
+        jobs: (n, 13 + width).
+        objects: for each job the tuple of `make_objects`, or None.
+        way: of hashing; by default the widest that this processor has.
+
+    Returns:
+        The number of blocks that were loaded, and True if the last of them was not in the page cache.
+
+    Raises:
+        ValueError: a number of a job does not fit; nothing was read.
     """
 
-    def __init__(self, width: int, timed: bool = ..., way: int = ...) -> None: ...
-    def add_file(self, path: str, size: int, /) -> int:
-        """The number of a file, which must have so many bytes when it is read."""
+def make_objects(job: Int64s, /) -> tuple[bytes, ...] | None:
+    """Return new bytes objects for the rows of a field of a job, and write the tuple's address to its facts.
 
-    def set_table(self, facts: Int64s, /) -> None:
-        """(slots, width), C-contiguous: takes over what the last one held."""
-
-    def add(self, jobs: Int64s, /) -> int:
-        """(n, 11 + width) jobs, behind the others; the number of the first."""
-
-    def work(self) -> tuple[int, int, int] | None:
-        """Load, one after the other, until one is the caller's: (job, slot, block).
-
-        That is one without a file, whose bytes are not what was written, or do not hold what the job says. None once
-        closed.
-        """
-
-    def finish(self, number: int, slot: int, facts: bytes | None, /) -> None:
-        """A job that `work` returned is done; None: it has failed."""
-
-    def wait(self, jobs: int, timeout_s: float, /) -> int:
-        """Until so many are done without a gap: how many are. -1 if the time is up, -2 if all were dropped."""
-
-    def advance(self, step: int, /) -> None:
-        """Steps before it are over: the memory that they used may be written to."""
-
-    def drop(self) -> tuple[int, list[int]]:
-        """Forget all jobs: the number of the first that was not begun, and what is `running` at that moment."""
-
-    def running(self) -> list[int]:
-        """Slots that forgotten jobs still write to."""
-
-    def longest(self) -> tuple[int, float] | None:
-        """(block, seconds) of what has been loading for the longest time."""
-
-    def counts(self) -> tuple[int, int, int, float]:
-        """(jobs done without a gap, blocks loaded here, their bytes, seconds of all threads)."""
-
-    def take_times(self) -> bytes:
-        """(n, 2) int64: block and nanoseconds of what was loaded since the last call."""
-
-    def gather_rows(
-        self,
-        targets: list[NDArray[Any]],
-        facts: Int64s,
-        which: Int64s,
-        row: Int64s,
-        columns: tuple[int, ...],
-        /,
-    ) -> int:
-        """As the function; threads that have nothing to load copy some of the rows."""
-
-    def release(self, number: int, slot: int, /) -> None:
-        """What a job has read is needed no more: objects that are in its slot still are no longer held."""
-
-    def leave(self) -> None:
-        """Release all objects that rows were read into; called when no thread works and no rows are being copied."""
-
-    def close(self) -> None:
-        """`work` and `wait` return."""
+    None if there is no such field, or if it has more than 256 rows. The content of the objects is arbitrary.
+    """
 
 def opens_zstd() -> bool:
     """Whether jobs may be compressed: the system has libzstd."""

@@ -274,7 +274,7 @@ class RowAddresses:
         self._others = [one for one in gathered if not one.is_fixed]
         self._columns = tuple(one.column for one in self._fixed)
 
-    def take(self, facts: Int64s, borders: Sequence[int], copier: Any = block_rows) -> list[dict[str, Any]]:
+    def take(self, facts: Int64s, borders: Sequence[int]) -> list[dict[str, Any]]:
         """Copy rows `borders[i]` … `borders[i + 1] - 1` for each i into separate buffers.
 
         Returns:
@@ -284,19 +284,19 @@ class RowAddresses:
         """
         found: dict[str, list[Any]] = {}
         if self._fixed:
-            found |= self._take_fixed(facts, borders, copier)
+            found |= self._take_fixed(facts, borders)
         for one in self._others:
             found[one.name] = self._variable(facts, one, borders)
         return [{name: found[name][part] for name in self._names} for part in range(len(borders) - 1)]
 
-    def _take_fixed(self, facts: Int64s, borders: Sequence[int], copier: Any) -> dict[str, list[Any]]:
+    def _take_fixed(self, facts: Int64s, borders: Sequence[int]) -> dict[str, list[Any]]:
         counts = [b - a for a, b in pairwise(borders)]
         targets = [self._allocate((n, *one.type.shape), one.dtype) for one in self._fixed for n in counts]
         which, row = self._which[borders[0] : borders[-1]], self._row[borders[0] : borders[-1]]
         found = {
             one.name: targets[n * len(counts) : (n + 1) * len(counts)] for n, one in enumerate(self._fixed)
         }
-        if copier.gather_rows(targets, facts, which, row, self._columns) != block_rows.COPIED:
+        if block_rows.gather_rows(targets, facts, which, row, self._columns) != block_rows.COPIED:
             for one in self._fixed:
                 own = found[one.name]
                 if block_rows.gather_rows(own, facts, which, row, (one.column,)) != block_rows.COPIED:

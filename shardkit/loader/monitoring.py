@@ -38,7 +38,6 @@ def make_telemetry(live: LiveLoader, plan: Plan, topology: Topology, worker: int
             resources = live.resources
             if resources is None or resources.times is None:
                 return default
-            resources.note_times()
             return getattr(resources.times, name)()
 
         return read

@@ -317,7 +317,7 @@ class Pipeline:
 
         self.counts.stalls += 1
         at = None if self._work is None else self._work.at
-        report_stall(self._setup, waited, stage, self._current, at=at, loading=self._window.loads.longest())
+        report_stall(self._setup, waited, stage, self._current, at=at, loading=self._window.queue.longest())
 
     # ---- plan and load
 

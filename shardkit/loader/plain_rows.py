@@ -1,4 +1,6 @@
-"""The functions of block_rows.c in Python and numpy: the same results without a compiler, in up to twice the time.
+"""The functions of block_rows.c that copy rows, in Python and numpy: the same results in up to twice the time.
+
+Blocks are read and verified by `BlockReader.read` then.
 
 A batch comes from dozens of blocks, but numpy indexes one array at a time. Rows of one size are therefore taken from an
 array of overlapping items that spans the whole address space.
@@ -8,9 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import threading
-import time
-from collections import deque
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardkit.arrays import Int64s
 
-__all__ = ["COPIED", "Loads", "bytes_at", "copy_rows", "decimals_at", "gather_rows", "objects_of"]
+__all__ = ["COPIED", "bytes_at", "copy_rows", "decimals_at", "gather_rows", "objects_of"]
 
 
 COPIED = 0
@@ -28,108 +27,6 @@ _FIRST_ADDRESS = 1 << 12  # the zero page is never mapped
 _ADDRESSES = 1 << 47  # user addresses on x86-64 and on arm64 with 4-level tables
 _MAX_ITEM = 1 << 15  # bytes of an item; times the addresses must stay below 2**63
 _DECIMAL = re.compile(rb"0|-?[1-9][0-9]{0,17}")
-
-
-class Loads:
-    """See block_rows.pyi; here `work` returns every job to the caller, which reads and verifies the block in Python."""
-
-    def __init__(self, width: int, timed: bool = False) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[int, int, int]] = deque()  # after, slot, block; from job `_next` on
-        self._began: dict[int, tuple[float, int, int]] = {}  # job → when, slot, block
-        self._facts = np.zeros((0, width), np.int64)
-        self._next = self._dropped = self._now = self._drops = 0
-        self._closed = False
-
-    def _done(self) -> int:
-        """Return how many jobs are done without a gap."""
-        return min((number for number in self._began if number >= self._dropped), default=self._next)
-
-    def set_table(self, facts: Int64s, /) -> None:
-        with self._changed:
-            facts[: len(self._facts)] = self._facts
-            self._facts = facts
-
-    def add(self, jobs: Int64s, /) -> int:
-        with self._changed:
-            first = self._next + len(self._waiting)
-            self._waiting += zip(*jobs[:, 5:8].T.tolist(), strict=True)
-            self._changed.notify_all()
-            return first
-
-    def work(self) -> tuple[int, int, int] | None:
-        with self._changed:
-            while not self._closed and not self._may_begin():
-                self._changed.wait()
-            if self._closed:
-                return None
-            _, slot, block = self._waiting.popleft()
-            self._began[self._next] = time.perf_counter(), slot, block
-            self._next += 1
-            return self._next - 1, slot, block
-
-    def _may_begin(self) -> bool:
-        return bool(self._waiting) and self._waiting[0][0] <= self._now
-
-    def finish(self, number: int, slot: int, facts: bytes | None, /) -> None:
-        with self._changed:
-            del self._began[number]
-            if number >= self._dropped and facts is not None:
-                self._facts[slot] = np.frombuffer(facts, np.int64)
-            self._changed.notify_all()
-
-    def wait(self, jobs: int, timeout_s: float, /) -> int:
-        with self._changed:
-            drops = self._drops
-            in_time = self._changed.wait_for(
-                lambda: self._closed or self._drops != drops or self._done() >= jobs, timeout_s
-            )
-            return -2 if self._closed or self._drops != drops else self._done() if in_time else -1
-
-    def advance(self, step: int, /) -> None:
-        with self._changed:
-            self._now = step
-            if self._may_begin():
-                self._changed.notify_all()
-
-    def drop(self) -> tuple[int, list[int]]:
-        with self._changed:
-            begun = self._next
-            self._next = self._dropped = begun + len(self._waiting)
-            self._waiting.clear()
-            self._drops += 1
-            self._changed.notify_all()
-            return begun, [slot for _, slot, _ in self._began.values()]
-
-    def gather_rows(self, *places: Any) -> int:
-        return gather_rows(*places)
-
-    def running(self) -> list[int]:
-        with self._changed:
-            return [slot for number, (_, slot, _) in self._began.items() if number < self._dropped]
-
-    def longest(self) -> tuple[int, float] | None:
-        with self._changed:
-            since, _, block = min(self._began.values(), default=(0.0, 0, -1))
-            return None if block < 0 else (block, time.perf_counter() - since)
-
-    def counts(self) -> tuple[int, int, int, float]:
-        with self._changed:
-            return self._done(), 0, 0, 0.0
-
-    def take_times(self) -> bytes:
-        return b""
-
-    def release(self, number: int, slot: int, /) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
 
 
 def copy_rows(target: NDArray[Any], addresses: Int64s, sizes: Int64s | int, /) -> None:

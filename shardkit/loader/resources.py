@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.errors import UsageError
-from shardkit.loader import gather
 from shardkit.loader.batch import Batch, LoaderCounts, StepBatches, WindowCounts
 from shardkit.loader.block_loading import BlockLoading
 from shardkit.loader.block_memory import BlockMemory, MemoryWatch
 from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import FACTS, Allocate
+from shardkit.loader.load_queue import LoadQueue
 from shardkit.loader.pipeline import Pipeline
 from shardkit.loader.row_work import RowWork, open_workers
 from shardkit.loader.settings import LoaderSetup, Sources
@@ -75,19 +75,16 @@ class LoaderResources:
         self.block_memory = BlockMemory(start, bound=bound, fills=fills)
         self._batch_memory = BlockMemory(0, inherited=True)
         width = 1 + FACTS * len(setup.fields)
-        timed = config.run is not None and config.telemetry is not None
-        self._loads = gather.block_rows.Loads(width, timed)
-        load = self._load = BlockLoading(sources, reader, setup.fields, self.block_memory.take, self._loads)
-        if timed:
-            from shardkit.telemetry.recorder import BlockTimes
-
-            self.times = load.times = BlockTimes(lambda shard: reader.shard_name(shard)[18:30], load.has_file)
+        self._threads = config.num_threads
+        queue = LoadQueue(width, self._threads, self.block_memory)
+        load = self._load = BlockLoading(sources, reader, setup.fields, self.block_memory.take, queue)
+        if config.run is not None and config.telemetry is not None:
+            self.times = load.watch()
 
         _raise_file_limit()
         if start >= _ROOMY_BYTES:
             _keep_freed_memory()
-        self._threads = config.num_threads
-        self.window = BlockWindow(load, self._loads, self.block_memory, self._threads, width)
+        self.window = BlockWindow(load, queue, self.block_memory)
         self.workers: Executor | None = None
         if setup.function is not None:
             self.workers = open_workers(config.workers, self._threads, setup.function)
@@ -101,11 +98,6 @@ class LoaderResources:
                 world=setup.topology.world, lanes=plan.lanes, worker=config.offset, workers=config.stride,
                 meta={"history": plan.history(), "dataset": reader.urls, "beside": _seen_from(config.run, reader.urls)},
             )  # fmt: skip
-
-    def note_times(self) -> None:
-        """Pass the durations of loads in the C module to `times`."""
-        if self.times is not None:
-            self._load.note_times()
 
     def read_ahead(self, numbers: range, lanes: list[int]) -> None:
         """Read ahead over the network from the first of these steps on."""

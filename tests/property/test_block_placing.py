@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.errors import FormatError
 from shardkit.formats import NumberedKeys, Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
-from shardkit.loader import block_loading, gather, plain_rows
-from shardkit.loader.block_loading import BLOCK, FILE, HASH, JOB, OFFSET, LocalShard, layout_of
+from shardkit.loader import block_loading, gather, plain_rows, resources
+from shardkit.loader.block_loading import LocalShard, layout_of
 from shardkit.loader.gather import GatherColumns, RowAddresses
+from shardkit.loader.load_queue import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE, LoadQueue
 from shardkit_tools.adopting.files import ScannedBlocks
 from tests.property.facts_of_blocks import table
 
@@ -67,7 +68,7 @@ class StoredBlock(NamedTuple):
         return layout_of(self.shard, fields, np.frombuffer(self.view, np.uint8))
 
     def placed(self, fields: list[str], layout: Any = None) -> tuple[np.ndarray[Any, Any], Any] | None:
-        """The short way: facts as `Loads` finds them in a file of this block, and the memory that they refer to."""
+        """The short way: facts that `load_blocks` finds in a file of this block, and the memory that they refer to."""
         block_rows = pytest.importorskip("shardkit.loader.block_rows")
         layout = self.layout(fields) if layout is None else layout
         shard = LocalShard.of(self.shard, fields, 0, layout)
@@ -75,20 +76,16 @@ class StoredBlock(NamedTuple):
             return None
         memory = np.zeros(int(shard.own_sizes[self.block]) + 8, np.uint8)
         address = memory.ctypes.data + -memory.ctypes.data % 8
-        job = shard.jobs(np.array([self.block]), np.array([address]))
+        job = shard.jobs(np.array([self.block]))
+        job[:, ADDRESS] = address
         job[:, OFFSET], job[:, HASH] = 0, np.array([xxh3(self.view)], np.uint64).view(np.int64)
-        loads, table = block_rows.Loads(job.shape[1] - JOB), np.zeros((1, job.shape[1] - JOB), np.int64)
-        loads.set_table(table)
-        ours = np.zeros_like(job)
-        ours[:, FILE] = -1
+        objects = block_rows.make_objects(job[0])
         with tempfile.NamedTemporaryFile() as file:
             file.write(self.view)
             file.flush()
-            loads.add_file(file.name, len(self.view))
-            loads.add(np.concatenate([job, ours]))
-            number, *_ = loads.work()
-            loads.close()
-        return (table[0], (memory, shard, loads)) if number == 1 else None
+            job[:, FILE] = file.fileno()
+            loaded, _ = block_rows.load_blocks(job, (objects,))
+        return (job[0, JOB:], (memory, shard, objects)) if loaded else None
 
 
 def _rows(
@@ -350,40 +347,28 @@ def test_text_that_is_none_is_refused(format: str, compression: str) -> None:
 
 
 def test_every_flipped_byte_is_noticed_without_the_interpreter(tmp_path: Path) -> None:
-    loads = pytest.importorskip("shardkit.loader.block_rows").Loads(1)
+    block_rows = pytest.importorskip("shardkit.loader.block_rows")
     data = bytearray(np.random.default_rng(0).bytes(900))
     path = tmp_path / "shard"
     path.write_bytes(data)
-    spans = [(first, xxh3(data[first : first + 300])) for first in (0, 300, 600)]
-    into, facts = np.zeros((3, 300), np.uint8), np.zeros((3, 1), np.int64)
-    loads.set_table(facts)
-    assert loads.add_file(str(path), 900) == 0
-
-    def intact() -> list[bool]:
-        """By one thread, which is here; what is not intact is the caller's."""
-        facts[:] = 0
-        jobs = [
-            [0, first, 300, into[n].ctypes.data, expected, 0, n, n, 0, 0, 0, 7]
-            for n, (first, expected) in enumerate(spans)
-        ]
-        end = loads.add(np.array(jobs, np.uint64).view(np.int64)) + 3
-        loads.add(np.array([[-1, *[0] * JOB]]))  # the caller's: all before it are done
-        while (job := loads.work())[0] != end:
-            loads.finish(job[0], job[1], None)
-        loads.finish(end, 0, None)
-        assert loads.wait(end + 1, 1) == end + 1
-        return [bool(one == 7) for one in facts[:, 0]]
-
-    assert intact() == [True, True, True]
+    into, jobs = np.zeros((3, 300), np.uint8), np.zeros((3, JOB + 1), np.int64)
+    for n in range(3):
+        expected = np.array([xxh3(data[300 * n :][:300])], np.uint64).view(np.int64)[0]
+        jobs[n, [OFFSET, SIZE, ADDRESS, HASH, JOB]] = 300 * n, 300, into[n].ctypes.data, expected, 7
     with path.open("r+b", buffering=0) as file:
+        jobs[:, FILE] = file.fileno()
+
+        def intact() -> list[bool]:
+            return [block_rows.load_blocks(jobs[n : n + 1].copy(), (None,))[0] == 1 for n in range(3)]
+
+        assert intact() == [True, True, True]
         for place in range(300, 600):
             for byte in (data[place] ^ 1, data[place]):
                 file.seek(place)
                 file.write(bytes([byte]))
                 assert intact() == [True, byte == data[place], True]
         file.truncate(700)
-    assert intact()[2] is False
-    loads.close()
+        assert intact()[2] is False
 
 
 @settings(max_examples=15, deadline=None)
@@ -491,14 +476,14 @@ def test_a_block_is_verified_once_whichever_way_it_goes(
         verified.append(block)
         verify_block(stored, index, block, **how)
 
-    class Loads(gather.block_rows.Loads):  # type: ignore[misc]  # either module's
+    class Queue(LoadQueue):
         def add(self, jobs: Any) -> Any:
             verified.extend(jobs[jobs[:, FILE] >= 0, BLOCK].tolist())
             return super().add(jobs)
 
     verify_block = reading.verify_block
     monkeypatch.setattr(reading, "verify_block", verify)
-    monkeypatch.setattr(gather.block_rows, "Loads", Loads)
+    monkeypatch.setattr(resources, "LoadQueue", Queue)
     schema = {name: FIELDS[name] for name in fields}
     with shardkit.create(tmp_path / "root", schema=schema, format=format, block_size="4KiB") as writer:
         for number in range(300):

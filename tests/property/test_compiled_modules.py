@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.loader import gather, plain_rows
-from shardkit.loader.block_loading import DIGEST, JOB
+from shardkit.loader.load_queue import ADDRESS, DIGEST, FILE, HASH, JOB, OFFSET, RAW_SIZE, SIZE, TOOK
 
 block_rows: Any = pytest.importorskip("shardkit.loader.block_rows")
 
@@ -45,55 +43,48 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _loads(rows: Any, slots: int, **options: Any) -> Any:
-    """Loads into a table of one column."""
-    loads = rows.Loads(1, **options)
-    loads.set_table(np.zeros((slots, 1), np.int64))
-    return loads
+def _job(
+    descriptor: int, offset: int, into: np.ndarray[Any, Any], expected: int, facts: Sequence[int] = (1,)
+) -> np.ndarray[Any, Any]:
+    job = np.zeros(JOB + len(facts), np.int64)
+    job[[FILE, OFFSET, SIZE, ADDRESS]] = descriptor, offset, len(into), _address(into)
+    job[HASH] = expected - (expected >> 63 << 64)
+    job[JOB:] = facts
+    return job
 
 
-def _job(file: int, offset: int, into: np.ndarray[Any, Any], expected: int, slot: int = 0) -> list[int]:
-    signed = expected - (expected >> 63 << 64)
-    return [file, offset, len(into), _address(into), signed, 0, slot, 0, 0, 0, 0, 1]
+def _load_all(jobs: Sequence[np.ndarray[Any, Any]], *way: int) -> int:
+    """How many blocks are loaded, whether they are in the page cache or not."""
+    loaded, is_cold = 0, True
+    while loaded < len(jobs) and is_cold:
+        rows = np.array(jobs[loaded:])
+        some, is_cold = block_rows.load_blocks(rows, (None,) * len(rows), *way)
+        loaded += some
+        assert (rows[:some, TOOK] > 0).all()
+    return loaded
 
 
-def _load(
-    path: Path,
-    spans: list[tuple[int, int]],
-    hashes: list[int],
-    size: int = len(BYTES),
-    **options: Any,
-) -> tuple[list[bool], list[bytes]]:
-    """(which are intact, what was read) of spans of a file, loaded by this thread."""
-    loads = _loads(block_rows, len(spans) + 1, **options)
+def _load(path: Path, spans: list[tuple[int, int]], hashes: list[int], *way: int) -> tuple[int, list[bytes]]:
+    """(how many are loaded, what was read) of spans of a file."""
     into = [np.zeros(size, np.uint8) for _, size in spans]
-    loads.add_file(str(path), size)
-    jobs = [
-        _job(0, first, one, expected, n)
-        for n, ((first, _), one, expected) in enumerate(zip(spans, into, hashes, strict=True))
-    ]
-    jobs.append(_job(-1, 0, np.zeros(1, np.uint8), 0, len(spans)))
-    assert loads.add(np.array(jobs)) == 0
-    intact = [True] * len(spans)
-    while (job := loads.work())[0] < len(spans):
-        intact[job[1]] = False
-        loads.finish(job[0], job[1], None)
-    loads.finish(*job[:2], None)
-    assert loads.wait(len(jobs), 1) == len(jobs)
-    loads.close()
-    return intact, [one.tobytes() for one in into]
+    with path.open("rb") as file:
+        jobs = [
+            _job(file.fileno(), first, one, expected)
+            for (first, _), one, expected in zip(spans, into, hashes, strict=True)
+        ]
+        return _load_all(jobs, *way), [one.tobytes() for one in into]
 
 
 def _object_job(
-    first: int, size: int, spans: list[tuple[int, int]], slot: int = 0, after: int = 0
-) -> tuple[list[int], Any]:
+    file: int, first: int, size: int, spans: list[tuple[int, int]]
+) -> tuple[np.ndarray[Any, Any], Any]:
     """A job whose rows, at these places of the block, become objects; and what it needs meanwhile."""
     between = np.zeros(size - sum(b - a for a, b in spans), np.uint8)
     starts, ends = places = np.array(spans, np.int64).reshape(-1, 2).T.copy()
     (expected,) = _hashes([(first, size)])
-    job = _job(0, first, between, expected, slot)
-    job[2], job[5], job[JOB] = size, after, len(spans)
-    job += [_address(starts), _address(ends), 0, gather.OBJECTS]
+    facts = [len(spans), _address(starts), _address(ends), 0, gather.OBJECTS]
+    job = _job(file, first, between, expected, facts)
+    job[SIZE] = size
     return job, (between, places)
 
 
@@ -101,36 +92,26 @@ def _object_job(
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_blocks_are_known_by_sha256(file: Path, data: st.DataObject) -> None:
-    """Digests equal those of hashlib for every length; each job with a wrong one is returned once."""
+    """Digests equal those of hashlib for every length; loading ends at the first wrong one."""
     sizes = st.integers(241, 700) | st.integers(241, 40_000)
     blocks = data.draw(
-        st.lists(st.tuples(st.integers(0, 5000), sizes, st.booleans(), st.booleans()), min_size=1, max_size=9)
+        st.lists(st.tuples(st.integers(0, 5000), sizes, st.booleans()), min_size=1, max_size=9)
     )
-    loads, into, jobs = _loads(block_rows, len(blocks) + 1), [], []
-    loads.add_file(str(file), len(BYTES))
-    digests = np.zeros((len(blocks), 32), np.uint8)
-    for slot, (first, size, is_strong, is_right) in enumerate(blocks):
-        into.append(np.zeros(size, np.uint8))
-        block = BYTES[first : first + size].tobytes()
-        digests[slot] = np.frombuffer(hashlib.sha256(block).digest(), np.uint8)
-        if not is_right:
-            digests[slot, data.draw(st.integers(0, 31))] ^= 1 << data.draw(st.integers(0, 7))
-        job = _job(0, first, into[-1], xxhash.xxh3_64_intdigest(block) ^ (not is_right), slot)
-        job[DIGEST] = _address(digests[slot]) if is_strong else 0
-        jobs.append(job)
-    jobs.append(_job(-1, 0, np.zeros(1, np.uint8), 0, len(blocks)))
-    loads.add(np.array(jobs))
-    left: list[int] = []
-    while len(left) < 1 + sum(not is_right for *_, is_right in blocks):
-        number, slot, _ = loads.work()
-        left.append(slot)
-        loads.finish(number, slot, None)
-    assert sorted(left) == [slot for slot, (*_, is_right) in enumerate(blocks) if not is_right] + [
-        len(blocks)
-    ]
-    assert loads.wait(len(jobs), 1) == len(jobs)
-    loads.close()
-    for one, (first, size, *_) in zip(into, blocks, strict=True):
+    wrong = data.draw(st.none() | st.integers(0, len(blocks) - 1))
+    digests, into, jobs = np.zeros((len(blocks), 32), np.uint8), [], []
+    with file.open("rb") as opened:
+        for number, (first, size, is_strong) in enumerate(blocks):
+            into.append(np.zeros(size, np.uint8))
+            block = BYTES[first : first + size].tobytes()
+            digests[number] = np.frombuffer(hashlib.sha256(block).digest(), np.uint8)
+            if number == wrong:
+                digests[number, data.draw(st.integers(0, 31))] ^= 1 << data.draw(st.integers(0, 7))
+            expected = xxhash.xxh3_64_intdigest(block) ^ (number == wrong)
+            jobs.append(_job(opened.fileno(), first, into[-1], expected))
+            jobs[-1][DIGEST] = _address(digests[number]) if is_strong else 0
+        loaded = _load_all(jobs)
+    assert loaded == (len(blocks) if wrong is None else wrong)
+    for one, (first, size, _) in list(zip(into, blocks, strict=True))[:loaded]:
         assert one.tobytes() == BYTES[first : first + size].tobytes()
 
 
@@ -143,79 +124,46 @@ def test_rows_are_read_into_objects_and_what_lies_between_them_is_not_lost(
     rows = data.draw(st.integers(0, 24))
     cut = sorted(data.draw(st.lists(st.integers(0, size - 1), min_size=2 * rows, max_size=2 * rows)))
     pairs = [*zip(cut[::2], cut[1::2], strict=True)]
-    job, (between, _places) = _object_job(first, size, pairs)
     for way in range(block_rows.ways()):
-        loads, facts = block_rows.Loads(5, way=way), np.zeros((2, 5), np.int64)
-        loads.set_table(facts)
-        loads.add_file(str(file), len(BYTES))
-        loads.add(np.array([job, [-1, *[0] * 5, 1, *[0] * (len(job) - 7)]]))
-        assert loads.wait(0, 0) == 0  # who works the steps makes the objects
-        assert loads.work()[:2] == (1, 1)
+        with file.open("rb") as opened:
+            job, (between, _places) = _object_job(opened.fileno(), first, size, pairs)
+            objects = block_rows.make_objects(job)
+            jobs = job[None].copy()
+            assert block_rows.load_blocks(jobs, (objects,), way)[0] == 1
+        facts, row = jobs[:, JOB:].copy(), np.arange(rows)
         block = BYTES[first : first + size].tobytes()
-        row = np.arange(rows)
         found = block_rows.objects_of(facts, 0 * row, row, 0, False)
         assert found == [block[a:b] for a, b in pairs]
-        again = block_rows.objects_of(facts, 0 * row, row, 0, False)
-        assert all(one is other for one, other in zip(found, again, strict=True)), "copied once"
+        assert all(one is other for one, other in zip(found, objects, strict=True)), "copied once"
         gone = np.ones(size, np.bool_)
         for a, b in pairs:
             gone[a:b] = False
         assert between.tobytes() == BYTES[first : first + size][gone].tobytes()
-        loads.close()
 
 
-def test_rows_of_one_field_only_are_read_into_objects(file: Path) -> None:
-    job, _held = _object_job(0, 5000, [(10, 2000)])
-    loads = block_rows.Loads(9)
-    loads.set_table(np.zeros((1, 9), np.int64))
-    loads.add_file(str(file), len(BYTES))
-    with pytest.raises(ValueError, match="expected jobs"):
-        loads.add(np.array([job + job[-4:]]))
-
-
-def test_objects_are_held_until_their_slot_is_taken_or_released(file: Path) -> None:
-    jobs = [
-        _object_job(100 * n, 5000, [(10, 2000), (2100, 4000)], slot=n % 2, after=n - n % 2) for n in range(4)
-    ]
-    broken = _object_job(0, 5000, [(10, 2000), (1999, 4000)], after=4)  # rows that overlap: nothing is read
-    wrong = _object_job(0, 5000, [(10, 2000)], after=4, slot=1)
-    wrong[0][4] ^= 1
-    loads, facts = block_rows.Loads(5), np.zeros((2, 5), np.int64)
-    loads.set_table(facts)
-    loads.add_file(str(file), len(BYTES))
-    loads.add(np.array([*(job for job, _ in jobs), broken[0], wrong[0]]))
-    thread = threading.Thread(target=loads.work)
-    thread.start()
-    which, row = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
-    held = []
-    for step in (0, 2):
-        loads.advance(step)
-        assert loads.wait(step + 2, 60) == step + 2
-        held.append(block_rows.objects_of(facts, which, row, 0, False))
-        assert held[-1] == [
-            BYTES[100 * (step + n) :][a:b].tobytes() for n in (0, 1) for a, b in ((10, 2000), (2100, 4000))
-        ]
-
-    def references(some: list[bytes]) -> set[int]:
-        return {sys.getrefcount(one) for one in some}
-
-    (own,) = references([bytes(1000)])
-    assert references(held[0]) == {own}
-    assert references(held[1]) == {own + 1}
-    loads.release(1, 1)  # another job has its slot
-    assert references(held[1]) == {own + 1}
-    loads.release(3, 1)
-    assert references(held[1]) == {own, own + 1}
-    loads.advance(4)
-    thread.join()  # with the one that overlaps
-    number, slot, _ = loads.work()
-    assert (number, slot) == (5, 1)
-    for one in (4, 5):
-        loads.finish(one, one - 4, np.zeros(5, np.int64).tobytes())
-    assert loads.wait(6, 1) == 6
-    assert references(held[1]) == {own}
-    loads.close()
-    loads.leave()
+def test_objects_that_do_not_fit_the_rows_of_a_block_are_not_written_to(file: Path) -> None:
+    with file.open("rb") as opened:
+        right, held = _object_job(opened.fileno(), 0, 5000, [(10, 2000), (2100, 4000)])
+        objects = block_rows.make_objects(right)
+        other, _held = _object_job(opened.fileno(), 0, 5000, [(10, 2000)])
+        overlap, _kept = _object_job(opened.fileno(), 0, 5000, [(10, 2000), (1999, 4000)])
+        past, _past = _object_job(opened.fileno(), 0, 5000, [(10, 20), (2100, 5001)])
+        for job, given in (
+            (right, None),
+            (right, ()),
+            (right, objects[::-1]),
+            (right, block_rows.make_objects(other)),
+            (overlap, block_rows.make_objects(overlap)),
+            (past, block_rows.make_objects(past)),
+        ):
+            before = None if given is None else [bytes(bytearray(one)) for one in given if one is not None]
+            assert block_rows.load_blocks(job[None].copy(), (given,)) == (0, False)
+            assert before is None or before == [one for one in given if one is not None]
+        two = np.concatenate([right, right[-4:]])
+        assert block_rows.make_objects(two) is None, "two fields of objects"
+        assert block_rows.load_blocks(right[None].copy(), (objects,))[0] == 1
+    assert objects == (BYTES[10:2000].tobytes(), BYTES[2100:4000].tobytes())
+    assert held
 
 
 def _hashes(spans: list[tuple[int, int]]) -> list[int]:
@@ -225,26 +173,24 @@ def _hashes(spans: list[tuple[int, int]]) -> list[int]:
 @settings(max_examples=200, deadline=None)
 @given(spans=st.lists(st.tuples(st.integers(0, 900), st.integers(241, 9000)), max_size=6))
 def test_blocks_are_read_and_hash_to_what_the_package_says(file: Path, spans: list[tuple[int, int]]) -> None:
-    states, found = _load(file, spans, _hashes(spans))
-    assert all(states)
+    loaded, found = _load(file, spans, _hashes(spans))
+    assert loaded == len(spans)
     assert found == [BYTES[first : first + size].tobytes() for first, size in spans]
 
 
 @pytest.mark.parametrize("way", range(block_rows.ways()))
 def test_every_way_gives_the_hashes_of_the_package(file: Path, way: int) -> None:
     spans = [(0, size) for size in [*range(241, 2400), 4096, 65_535, 65_536, 1 << 20]]
-    assert all(_load(file, spans, _hashes(spans), way=way)[0])
+    assert _load(file, spans, _hashes(spans), way)[0] == len(spans)
 
 
-def test_what_is_wrong_or_cannot_be_read_is_the_callers(file: Path, tmp_path: Path) -> None:
-    (right,) = _hashes([(100, 500)])
-    assert _load(file, [(100, 500)], [right])[0] == [True]
-    assert _load(file, [(100, 500)], [right ^ 1])[0] == [False]
-    assert _load(file, [(len(BYTES) - 499, 500)], [right])[0] == [False]  # the file ends before
-    assert _load(file, [(100, 500)], [right], size=len(BYTES) - 1)[0] == [False]  # another file
-    assert _load(tmp_path / "gone", [(100, 500)], [right])[0] == [False]
-    (tmp_path / "link").symlink_to(file)
-    assert _load(tmp_path / "link", [(100, 500)], [right])[0] == [False]
+def test_loading_ends_at_a_block_that_is_wrong_or_cannot_be_read(file: Path) -> None:
+    right = _hashes([(100, 500)] * 3)
+    assert _load(file, [(100, 500)] * 3, right)[0] == 3
+    for wrong in range(3):
+        hashes = [one ^ (number == wrong) for number, one in enumerate(right)]
+        assert _load(file, [(100, 500)] * 3, hashes)[0] == wrong
+    assert _load(file, [(len(BYTES) - 499, 500)], right[:1])[0] == 0  # the file ends before
 
 
 def test_blocks_that_no_page_holds_are_read_like_others(tmp_path: Path) -> None:
@@ -255,78 +201,9 @@ def test_blocks_that_no_page_holds_are_read_like_others(tmp_path: Path) -> None:
     with path.open("rb") as file:
         os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        states, found = _load(path, spans, hashes, size=64 * len(BYTES))
-        assert all(states)
-        assert {one[: len(BYTES)] for one in found} == {BYTES.tobytes()}
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, threads: int) -> None:
-    """Many jobs over few slots: a slot keeps what a step needs until that is over. Others ask meanwhile."""
-    slots, steps, size = 4, 300, 1000
-    loads = _loads(block_rows, slots, timed=True)
-    memory = [np.zeros(size, np.uint8) for _ in range(slots)]
-    loads.add_file(str(file), len(BYTES))
-    spans = [(17 * n, size) for n in range(steps)]
-    jobs = [_job(0, first, memory[n % slots], expected, n % slots)
-            for n, ((first, _), expected) in enumerate(zip(spans, _hashes(spans), strict=True))]  # fmt: skip
-    for n, job in enumerate(jobs):
-        job[5] = max(0, n - slots + 1)  # its slot was that of step n - slots
-    times: list[bytes] = []
-    ended = threading.Event()
-
-    def ask() -> None:
-        while not ended.wait(0.001):
-            assert loads.counts()[0] <= steps
-            assert loads.running() == []
-            loads.longest()
-            times.append(loads.take_times())
-
-    working = [threading.Thread(target=loads.work) for _ in range(threads)]
-    working += [threading.Thread(target=ask) for _ in range(2)]
-    for thread in working:
-        thread.start()
-    for first in range(0, steps, 70):
-        loads.add(np.array(jobs[first : first + 70]))
-    for n, (first, _) in enumerate(spans):
-        assert loads.wait(n + 1, 60) > n
-        assert memory[n % slots].tobytes() == BYTES[first : first + size].tobytes()
-        loads.advance(n + 1)
-    ended.set()
-    loads.close()
-    for thread in working:
-        thread.join()
-    assert len(b"".join(times) + loads.take_times()) == 16 * steps
-    assert loads.wait(0, 0) == -2
-    assert loads.counts()[:3] == (steps, steps, steps * size)
-
-
-@pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
-def test_jobs_that_are_dropped_are_nobodys(rows: Any) -> None:
-    loads = _loads(rows, 8)
-    jobs = np.array([[-1, 0, 0, 0, 0, 0, slot, 10 + slot, 0, 0, 0, 7] for slot in range(5)])
-    assert loads.add(jobs) == 0
-    begun = [loads.work(), loads.work()]
-    assert [one[:3] for one in begun] == [(0, 0, 10), (1, 1, 11)]
-    assert loads.longest()[0] == 10
-    assert loads.wait(1, 0.01) == -1
-    assert loads.drop() == (2, [0, 1])  # both as of one moment: who ends between them has written no facts
-    assert sorted(loads.running()) == [0, 1]
-    assert loads.add(jobs[3:]) == 5
-    loads.finish(0, 0, None)
-    assert loads.running() == [1]
-    assert loads.work()[:3] == (5, 3, 13)
-    assert loads.wait(5, 0.01) == 5  # those before are nobody's
-    loads.finish(5, 3, np.array([42]).tobytes())
-    assert loads.wait(6, 1) == 6
-    loads.finish(1, 1, np.array([42]).tobytes())
-    assert loads.running() == []
-    waiting = threading.Timer(0.1, loads.drop)
-    waiting.start()
-    assert loads.wait(7, 60) == -2  # who waits is told
-    waiting.join()
-    loads.close()
-    assert loads.work() is None
+        loaded, found = _load(path, spans, hashes)
+        assert loaded == 64
+        assert set(found) == {BYTES.tobytes()}
 
 
 @settings(max_examples=60, deadline=None)
@@ -419,29 +296,19 @@ def test_rows_are_gathered_where_all_are_there_to_be_copied(rows: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", [block_rows, plain_rows], ids=["compiled", "in Python"])
-@pytest.mark.parametrize("threads", [0, 3])
-def test_threads_without_a_job_help_to_copy(rows: Any, threads: int) -> None:
-    """Rows of a megabyte and more, and of less, of fields of several sizes: each lands where it belongs, once."""
-    draw = np.random.default_rng(threads)
-    sizes = [200_001, 24_000, 8, 96]  # bytes of a row: longer than a piece, and not
+def test_rows_of_several_sizes_are_gathered_into_several_targets(rows: Any) -> None:
+    draw = np.random.default_rng(3)
+    sizes = [200_001, 24_000, 8, 96]  # bytes of a row
     values = [draw.integers(0, 256, (12, size), dtype=np.uint8) for size in sizes]
     facts = np.array([[12, *(n for one in values for n in (_address(one), 0, 0, one.shape[1]))]], np.int64)
-    loads = rows.Loads(facts.shape[1])
-    helping = [threading.Thread(target=loads.work) for _ in range(threads)]
-    for thread in helping:
-        thread.start()
-    for count in (1, 40, 7, 120) * 3:
+    for count in (1, 40, 7):
         row = draw.integers(0, 12, count)
         cut = int(draw.integers(0, count + 1))
         targets = [np.empty((len(part), size), np.uint8) for size in sizes for part in (row[:cut], row[cut:])]
-        state = loads.gather_rows(targets, facts, np.zeros(count, np.int64), row, (0, 1, 2, 3))
+        state = rows.gather_rows(targets, facts, np.zeros(count, np.int64), row, (0, 1, 2, 3))
         assert state == rows.COPIED
         for field, one in enumerate(values):
             assert np.array_equal(np.concatenate(targets[2 * field : 2 * field + 2]), one[row])
-    loads.close()
-    for thread in helping:
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 DECIMALS = st.integers(-(10**18) + 1, 10**18 - 1).map(lambda value: b"%d" % value)
@@ -528,32 +395,34 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_read(
 
 
 def test_loading_refuses_what_does_not_fit(file: Path) -> None:
-    into, loads = np.zeros(1000, np.uint8), _loads(block_rows, 2)
-    loads.add_file(str(file), len(BYTES))
-    right = _job(0, 0, into, 0)
-    assert loads.add(np.array([right])) == 0
-    for column, wrong in ((0, 1), (1, -1), (2, 240), (2, -1), (6, 2), (6, -1), (9, -1), (9, 1000)):
-        job = [*right]
-        job[column] = wrong
-        with pytest.raises(ValueError, match="expected"):
-            loads.add(np.array([job]))
-    calls: list[Callable[[], Any]] = [
-        lambda: loads.add(np.zeros(12, np.int64)),
-        lambda: loads.set_table(np.zeros((1, 1), np.int64)),
-        lambda: loads.set_table(np.zeros((2, 2), np.int64)),
-        lambda: loads.finish(0, 0, None),
-        lambda: block_rows.Loads(0),
-        lambda: block_rows.Loads(1, way=block_rows.ways()),
-        lambda: block_rows.Loads(1, way=-1),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="expected"):
-            call()
-    assert loads.work()[:2] == (0, 0)
-    for wrong_facts in ((0, 2, None), (0, 0, bytes(9)), (1, 0, None)):
-        with pytest.raises(ValueError, match="expected"):
-            loads.finish(*wrong_facts)
-    loads.close()
+    into = np.zeros(1000, np.uint8)
+    with file.open("rb") as opened:
+        right = _job(opened.fileno(), 0, into, 0)
+        wrong = [
+            (FILE, -1),
+            (FILE, 1 << 40),
+            (OFFSET, -1),
+            (SIZE, 240),
+            (SIZE, -1),
+            (RAW_SIZE, -1),
+            (RAW_SIZE, 1000),
+        ]
+        for column, value in [*wrong, (JOB, -1)]:
+            job = right.copy()
+            job[column] = value
+            with pytest.raises(ValueError, match="expected"):
+                block_rows.load_blocks(np.array([right, job]), (None, None))
+        for arguments in (
+            (right, (None,)),
+            (right[None], ()),
+            (right[None, :JOB].copy(), (None,)),
+            (right[None].astype(np.int32), (None,)),
+            (right[None], (None,), block_rows.ways()),
+            (right[None], (None,), -1),
+        ):
+            with pytest.raises(ValueError, match="expected"):
+                block_rows.load_blocks(*arguments)
+    assert not into.any()
     addresses = np.array([_address(BYTES)])
     with pytest.raises((TypeError, BufferError)):
         block_rows.copy_rows(bytes(8), addresses, 8)  # cannot be written to

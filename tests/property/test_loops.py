@@ -10,8 +10,8 @@ import pytest
 import shardkit
 from shardkit.errors import IntegrityError
 from shardkit.formats import reading
-from shardkit.loader import gather
-from shardkit.loader.block_loading import BLOCK, FILE
+from shardkit.loader import resources
+from shardkit.loader.load_queue import BLOCK, FILE, LoadQueue
 
 ROWS, STEPS = 1200, 40  # of `root`
 
@@ -68,14 +68,14 @@ def test_what_is_handed_out_was_verified_when_it_was_loaded(
         verified.append(index.block_sha256[block].tobytes())
         verify_block(stored, index, block, **how)
 
-    class Loads(gather.block_rows.Loads):  # type: ignore[misc]  # either module's
+    class Queue(LoadQueue):
         def add(self, jobs: Any) -> Any:
             verified.extend(one.tobytes() for one in jobs[jobs[:, FILE] >= 0, BLOCK])
             return super().add(jobs)
 
     verify_block = reading.verify_block
     monkeypatch.setattr(reading, "verify_block", verify)
-    monkeypatch.setattr(gather.block_rows, "Loads", Loads)
+    monkeypatch.setattr(resources, "LoadQueue", Queue)
     with _loader(root) as loader:
         for _ in range(3):
             _rows(loader)

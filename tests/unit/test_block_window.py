@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from shardkit.errors import IntegrityError, UsageError
 from shardkit.formats import xxh3
 from shardkit.loader import gather, plain_rows
-from shardkit.loader.block_loading import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE
 from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockWindow, GroupBlocks
 from shardkit.loader.gather import GatherColumns, RowAddresses, StepGroup, group_rows
+from shardkit.loader.load_queue import BLOCK, FILE, HASH, JOB, OFFSET, ROOM, SIZE, LoadQueue
 
 pytestmark = pytest.mark.usefixtures("copies")
 
@@ -60,20 +60,18 @@ class Blocks:
     def sizes(self, blocks: Any, until: int, now: int) -> Any:
         return np.full(len(blocks), self._most), np.zeros(len(blocks), np.int64)
 
-    def jobs(self, blocks: Any, addresses: Any, own: Any) -> Any:
+    def jobs(self, blocks: Any, own: Any) -> Any:
         jobs = np.zeros((len(blocks), JOB + 1), np.int64)
         jobs[:, FILE], jobs[:, BLOCK] = -1, blocks
         return jobs
-
-    def place(self, block: int, address: int) -> bytes | None:
-        raise AssertionError("no block has a file")
 
     def read(self, block: int) -> tuple[GatherColumns, int, int]:
         return self._read(block), self._size(block), self._size(block)
 
 
 def window_of(source: Blocks, budget: int, threads: int) -> BlockWindow:
-    return BlockWindow(cast(Any, source), gather.block_rows.Loads(1), BlockMemory(budget), threads, 1)
+    memory = BlockMemory(budget)
+    return BlockWindow(cast(Any, source), LoadQueue(1, threads, memory), memory)
 
 
 class _Facts(RowAddresses):
@@ -82,7 +80,7 @@ class _Facts(RowAddresses):
     def __init__(self, which: Any) -> None:
         self._which = which
 
-    def take(self, facts: Any, borders: Sequence[int], copier: Any = None) -> list[dict[str, Any]]:
+    def take(self, facts: Any, borders: Sequence[int]) -> list[dict[str, Any]]:
         return [{"blocks": set(facts[self._which[a:b], 0].tolist())} for a, b in pairwise(borders)]
 
 
@@ -130,21 +128,21 @@ class FileBlocks(Blocks):
             np.array([xxh3(one) for one in self.contents], np.uint64).view(np.int64),
         )
 
-    def open(self, loads: Any) -> None:
-        assert loads.add_file(str(self._path), sum(self._bytes)) == 0
+    def open(self, queue: LoadQueue) -> None:
+        assert queue.add_file(str(self._path), sum(self._bytes)) == 0
 
     def sizes(self, blocks: Any, until: int, now: int) -> Any:
         return self._bytes[blocks], self._bytes[blocks]
 
-    def jobs(self, blocks: Any, addresses: Any, own: Any) -> Any:
-        jobs = np.zeros((len(blocks), JOB + 2), np.int64)
+    def jobs(self, blocks: Any, own: Any) -> Any:
+        jobs = np.zeros((len(blocks), JOB + 5), np.int64)
         jobs[:, OFFSET], jobs[:, SIZE], jobs[:, HASH] = (
             self._starts[blocks],
             self._bytes[blocks],
             self._hashes[blocks],
         )
-        jobs[:, ADDRESS], jobs[:, BLOCK] = addresses, blocks
-        jobs[:, JOB], jobs[:, JOB + 1] = addresses, self._bytes[blocks]
+        jobs[:, ROOM], jobs[:, BLOCK] = self._bytes[blocks], blocks
+        jobs[:, JOB], jobs[:, JOB + 4] = 1, self._bytes[blocks]  # one row
         return jobs
 
 
@@ -154,8 +152,8 @@ class _Contents(RowAddresses):
     def __init__(self, which: Any) -> None:
         self._which = which
 
-    def take(self, facts: Any, borders: Sequence[int], copier: Any = None) -> list[dict[str, Any]]:
-        rows = [facts[self._which[a:b]].tolist() for a, b in pairwise(borders)]
+    def take(self, facts: Any, borders: Sequence[int]) -> list[dict[str, Any]]:
+        rows = [facts[self._which[a:b]][:, [1, 4]].tolist() for a, b in pairwise(borders)]
         return [{"blocks": {string_at(*one) for one in some}} for some in rows]
 
 
@@ -199,9 +197,10 @@ def test_blocks_of_all_sizes_are_what_was_written(
         return  # reads nothing by itself
     source = FileBlocks(tmp_path_factory.mktemp("blocks") / "file", sizes)
     budget = max(sum(sizes[block] for block in set(step)) for step in steps) + room
-    loads = gather.block_rows.Loads(2)
-    source.open(loads)
-    window = BlockWindow(cast(Any, source), loads, BlockMemory(budget), threads, 2)
+    memory = BlockMemory(budget)
+    queue = LoadQueue(5, threads, memory)
+    source.open(queue)
+    window = BlockWindow(cast(Any, source), queue, memory)
     for _ in range(2):
         loop = window.begin_loop()
         for step, there in zip(steps, work(window, steps, _Contents), strict=True):
@@ -324,7 +323,7 @@ def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
     window.close()
 
 
-def test_a_slot_that_a_dropped_job_still_writes_to_is_not_used_again() -> None:
+def test_a_block_that_comes_after_its_job_was_dropped_changes_nothing() -> None:
     begun, go = threading.Event(), threading.Event()
     kept: dict[int, weakref.ref[GatherColumns]] = {}
 
@@ -350,7 +349,7 @@ def test_a_slot_that_a_dropped_job_still_writes_to_is_not_used_again() -> None:
     assert one.wait(0, 1, 60, lambda waited: None) == range(1)
     go.set()
     deadline = time.monotonic() + 60
-    while window.loads.running():
+    while 2 not in kept or kept[2]() is not None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert kept[4]() is not None, "its memory is in use"
@@ -363,11 +362,11 @@ def test_steps_end_while_other_blocks_are_admitted() -> None:
     begun, go = threading.Event(), threading.Event()
 
     class Slow(Blocks):
-        def jobs(self, blocks: Any, addresses: Any, own: Any) -> Any:
+        def jobs(self, blocks: Any, own: Any) -> Any:
             if 9 in blocks:
                 begun.set()
                 assert go.wait(60), "steps wait for it"
-            return super().jobs(blocks, addresses, own)
+            return super().jobs(blocks, own)
 
     window = window_of(Slow(), budget=4, threads=1)
     window.begin_loop()

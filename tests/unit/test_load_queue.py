@@ -1,0 +1,259 @@
+"""Jobs are taken in order, once their slots are free, and nothing is written to a slot after its job was cancelled."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from ctypes import string_at
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from shardkit.loader import gather, plain_rows
+from shardkit.loader.block_memory import BlockMemory
+from shardkit.loader.load_queue import (
+    AFTER,
+    BLOCK,
+    FILE,
+    HASH,
+    JOB,
+    OFFSET,
+    ROOM,
+    SIZE,
+    SLOT,
+    LoadQueue,
+    TakenJobs,
+)
+
+BYTES = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
+compiled = pytest.mark.skipif(gather.block_rows is plain_rows, reason="the module is not compiled here")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file that holds BYTES."""
+    path = tmp_path / "bytes"
+    path.write_bytes(BYTES.tobytes())
+    return path
+
+
+def _queue(slots: int, threads: int = 1, *, width: int = 1) -> LoadQueue:
+    queue = LoadQueue(width, threads, BlockMemory(1 << 20))
+    queue.grow(slots)
+    return queue
+
+
+def _own_jobs(blocks: list[int]) -> Any:
+    """Jobs that the caller reads, each into the slot of its number."""
+    jobs = np.zeros((len(blocks), JOB + 1), np.int64)
+    jobs[:, FILE], jobs[:, BLOCK], jobs[:, SLOT] = -1, blocks, np.arange(len(blocks))
+    return jobs
+
+
+def _file_job(offset: int, size: int, slot: int, after: int = 0) -> Any:
+    """A job of a block of one row, which is all of it."""
+    job = np.zeros(JOB + 5, np.int64)
+    expected = np.array([xxhash.xxh3_64_intdigest(BYTES[offset : offset + size].data)], np.uint64)
+    job[[OFFSET, SIZE, ROOM, AFTER, SLOT]] = offset, size, size, after, slot
+    job[[HASH, JOB, JOB + 4]] = expected.view(np.int64)[0], 1, size
+    return job
+
+
+def _block(queue: LoadQueue, slot: int) -> bytes:
+    """The bytes of the block in a slot."""
+    _, address, _, _, size = queue.facts[slot].tolist()
+    return string_at(address, size)
+
+
+def _work(queue: LoadQueue) -> None:
+    """Run a thread of local files."""
+    while (jobs := queue.take()) is not None:
+        assert not len(queue.load(jobs).rows)
+
+
+def _take(queue: LoadQueue) -> TakenJobs:
+    jobs = queue.take()
+    assert jobs is not None
+    return jobs
+
+
+def test_jobs_that_are_dropped_are_nobodys() -> None:
+    queue = _queue(8, threads=2)
+    jobs = _own_jobs([10, 11, 12, 13, 14])
+    assert queue.add(jobs) == 0
+    begun = [_take(queue), _take(queue)]
+    assert [(one.first, one.rows[0, [SLOT, BLOCK]].tolist()) for one in begun] == [(0, [0, 10]), (1, [1, 11])]
+    assert (queue.longest() or (-1, 0))[0] == 10
+    assert queue.wait(1, 0.01) == -1
+    assert queue.drop() == {0, 1, 2, 3, 4}
+    assert queue.is_cancelled(begun[0])
+    assert queue.longest() is None
+    assert queue.add(jobs[3:]) == 5
+    queue.finish(begun[0], np.array([42]).tobytes(), None, 1, 0.0)
+    assert not queue.facts.any(), "what came too late has no facts"
+    mine = _take(queue)
+    assert (mine.first, mine.rows[0, BLOCK]) == (5, 13)
+    assert queue.wait(5, 0.01) == 5  # those before are nobody's
+    queue.finish(mine, np.array([42]).tobytes(), None, 1, 0.0)
+    assert queue.wait(6, 1) == 6
+    assert queue.facts[3, 0] == 42
+    waiting = threading.Timer(0.1, queue.drop)
+    waiting.start()
+    assert queue.wait(7, 60) == -2  # who waits is told
+    waiting.join()
+    queue.close()
+    assert queue.take() is None
+    assert queue.wait(0, 0) == -2
+
+
+@compiled
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, threads: int) -> None:
+    """Many jobs over few slots: a slot keeps what a step needs until that is over. Others ask meanwhile."""
+    slots, steps, size = 4, 300, 1000
+    queue = _queue(slots, threads, width=5)
+    times: list[tuple[int, float]] = []
+    queue.note = lambda block, seconds: times.append((block, seconds))
+    queue.add_file(str(file), len(BYTES))
+    # the slot of a step was that of the step `slots` before it
+    jobs = [_file_job(17 * n, size, n % slots, max(0, n - slots + 1)) for n in range(steps)]
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(0.001):
+            assert queue.num_done <= steps
+            queue.longest()
+
+    working = [threading.Thread(target=_work, args=(queue,)) for _ in range(threads)]
+    working += [threading.Thread(target=ask) for _ in range(2)]
+    for thread in working:
+        thread.start()
+    for first in range(0, steps, 70):
+        queue.add(np.array(jobs[first : first + 70]))
+    for n in range(steps):
+        assert queue.wait(n + 1, 60) > n
+        assert _block(queue, n % slots) == BYTES[17 * n : 17 * n + size].tobytes()
+        queue.advance(n + 1)
+    ended.set()
+    queue.close()
+    for thread in working:
+        thread.join()
+    assert len(times) == steps
+    assert min(took for _, took in times) > 0
+    assert queue.counts[:2] == (steps, steps * size)
+
+
+@compiled
+def test_what_is_wrong_or_cannot_be_read_is_the_callers(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(file)
+    os.mkfifo(tmp_path / "pipe")
+    queue = _queue(1, width=5)
+    names = [(file, len(BYTES)), (file, len(BYTES) - 1), (tmp_path / "gone", 9), (tmp_path / "link", len(BYTES)),
+             (tmp_path / "pipe", 0), (tmp_path, 4096)]  # fmt: skip
+    assert [queue.add_file(str(path), size) for path, size in names] == list(range(6))
+    right = _file_job(100, 500, 0)
+    wrong = right.copy()
+    wrong[HASH] ^= 1
+    jobs = [right, right.copy(), wrong, right.copy(), *(right.copy() for _ in names[1:]), right.copy()]
+    for number, job in enumerate(jobs[4:9], 1):
+        job[FILE] = number
+    queue.add(np.array(jobs))
+    callers = []
+    while queue.num_done < len(jobs):
+        left = _take(queue)
+        while len((left := queue.load(left)).rows):
+            callers.append(left.first)
+            left = queue.fail(left)
+    assert callers == [2, 4, 5, 6, 7, 8]
+    assert queue.counts.blocks == 4
+    queue.close()
+
+
+@compiled
+def test_dropping_waits_for_what_is_being_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    load_blocks = gather.block_rows.load_blocks
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return load_blocks(*arguments)
+
+    monkeypatch.setattr(gather.block_rows, "load_blocks", slow)
+    queue = _queue(2, width=5)
+    queue.add_file(str(file), len(BYTES))
+    queue.add(np.array([_file_job(100, 500, 0), _file_job(200, 500, 1)]))
+    thread = threading.Thread(target=_work, args=(queue,))
+    thread.start()
+    assert begun.wait(60)
+    lost: list[set[int]] = []
+    dropping = threading.Thread(target=lambda: lost.append(queue.drop()))
+    dropping.start()
+    time.sleep(0.05)
+    assert dropping.is_alive()
+    go.set()
+    dropping.join(60)
+    assert lost in ([{1}], [set()]), "a block that was loaded meanwhile stays"
+    assert _block(queue, 0) == BYTES[100:600].tobytes()
+    queue.close()
+    thread.join(60)
+
+
+@compiled
+def test_few_files_stay_open(tmp_path: Path) -> None:
+    queue = _queue(1, width=5)
+    jobs = []
+    for number in range(100):
+        path = tmp_path / f"{number}"
+        path.write_bytes(BYTES.tobytes())
+        jobs.append(_file_job(100, 500, 0))
+        jobs[-1][FILE] = queue.add_file(str(path), len(BYTES))
+
+    def opened() -> int:
+        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        return sum(str(tmp_path) in os.readlink(one) for one in links if one.is_symlink())
+
+    queue.add(np.array(jobs))
+    while queue.num_done < len(jobs):
+        assert not len(queue.load(_take(queue)).rows)
+        assert opened() <= 32
+    queue.close()
+    assert opened() == 0
+
+
+@compiled
+def test_objects_are_held_until_their_slot_is_taken_or_released(file: Path) -> None:
+    spans = np.array([[10, 2100], [2000, 4000]])  # where rows begin and end
+    queue = _queue(2, width=5)
+    queue.add_file(str(file), len(BYTES))
+    jobs = np.zeros((4, JOB + 5), np.int64)
+    for n, job in enumerate(jobs):
+        job[:] = _file_job(100 * n, 5000, n % 2, n - n % 2)
+        job[JOB:] = 2, spans[0].ctypes.data, spans[1].ctypes.data, 0, gather.OBJECTS
+    queue.add(jobs)
+    thread = threading.Thread(target=_work, args=(queue,))
+    thread.start()
+    which, row = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
+    for step in (0, 2):
+        queue.advance(step)
+        assert queue.wait(step + 2, 60) == step + 2
+        found = gather.block_rows.objects_of(queue.facts, which, row, 0, False)
+        starts = [100 * (step + n) + spans[0, r] for n in (0, 1) for r in (0, 1)]
+        ends = [100 * (step + n) + spans[1, r] for n in (0, 1) for r in (0, 1)]
+        assert found == [BYTES[a:b].tobytes() for a, b in zip(starts, ends, strict=True)]
+
+    def held() -> int:
+        own = min(map(sys.getrefcount, [bytes(1000)]))
+        return sum(references > own for references in map(sys.getrefcount, found))
+
+    assert held() == 4
+    queue.release(1)
+    assert held() == 2
+    queue.close()
+    queue.clear()
+    assert held() == 0
