@@ -158,7 +158,7 @@ def test_objects_that_do_not_fit_the_rows_of_a_block_are_not_written_to(file: Pa
         ):
             before = None if given is None else [bytes(bytearray(one)) for one in given if one is not None]
             assert block_rows.load_blocks(job[None].copy(), (given,)) == (0, False)
-            assert before is None or before == [one for one in given if one is not None]
+            assert before == (None if given is None else [one for one in given if one is not None])
         two = np.concatenate([right, right[-4:]])
         assert block_rows.make_objects(two) is None, "two fields of objects"
         assert block_rows.load_blocks(right[None].copy(), (objects,))[0] == 1
