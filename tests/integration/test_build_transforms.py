@@ -72,6 +72,10 @@ def some(sample):
 def fewer(sample):
     return {"n": sample["n"], **({"early": 1} if sample["n"] < 80 else {})}
 
+def prints(sample):
+    print("a word of the function")
+    return sample
+
 constant = 3
 """
 
@@ -360,6 +364,8 @@ def test_command_line(tmp_path: Path, tokenizer: Path, module: Module) -> None:
     built = document_of("build", lines, tmp_path / "root", "--apply", module("double"), "-j1", *options)
     assert built["samples"] == 90
     assert str(shardkit.open(str(tmp_path / "root")).schema["tokens"]) == "int32[*]"
+    said = document_of("build", lines, tmp_path / "said", "--apply", module("prints"), "-j1")
+    assert said["samples"] == 90
 
 
 KILLED = """

@@ -8,6 +8,7 @@ post-processor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -62,17 +63,18 @@ class AppliedFunction:
         return {"function": self.name, "sha256": self.digest}
 
     def __call__(self, sample: Mapping[str, object], where: object) -> Iterator[Mapping[str, object]]:
-        """Call the function with a sample and yield the samples that it returns.
+        """Call the function with a sample and yield the samples that it returns; what it prints goes to standard error.
 
         Raises:
             SampleError: The function fails or returns something other than samples.
         """
         function = _load_function(self.name, self.digest)
         try:
-            result = function(dict(sample))
-            if result is None:
-                return
-            samples = [result] if isinstance(result, Mapping) else list(_several(result))
+            with contextlib.redirect_stdout(sys.stderr):  # standard output is the report, or its JSON
+                result = function(dict(sample))
+                if result is None:
+                    return
+                samples = [result] if isinstance(result, Mapping) else list(_several(result))
         except ShardkitError as error:
             raise SampleError(f"{where}: {self.name} failed: {error}") from None
         except KeyboardInterrupt:
