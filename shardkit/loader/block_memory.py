@@ -72,12 +72,10 @@ class _Piece:
 
     __slots__ = ("__weakref__", "address", "capacity", "mapping")
 
-    def __init__(self, capacity: int, *, inherited: bool, touched: bool) -> None:
-        # touching all pages at once costs two thirds of touching them one by one
-        populate = getattr(mmap, "MAP_POPULATE", 0) if touched else 0
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate
+    def __init__(self, capacity: int, *, inherited: bool) -> None:
+        # without MAP_POPULATE, for which Python would hold the interpreter for a millisecond per megabyte
         try:
-            self.mapping = mmap.mmap(-1, capacity, flags)
+            self.mapping = mmap.mmap(-1, capacity, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"no memory for a block of {capacity} bytes: {error.strerror}") from error
         if not inherited and hasattr(mmap, "MADV_DONTFORK"):
@@ -183,13 +181,13 @@ class BlockMemory:
         """Return (size,) uint8 with arbitrary content."""
         return np.asarray(self.lend(size))
 
-    def lend(self, size: int, *, touched: bool = True) -> Loan:
-        """Return a loan of `size` bytes; new pages are touched now if `touched`, otherwise at the first write."""
+    def lend(self, size: int) -> Loan:
+        """Return a loan of `size` bytes with arbitrary content."""
         with self._lock:
             self._collect()
-            return self._lend(size, touched)
+            return self._lend(size)
 
-    def _lend(self, size: int, touched: bool) -> Loan:
+    def _lend(self, size: int) -> Loan:
         if size < _LEAST_PIECE:
             small = np.empty(size, np.uint8)
             return Loan(small.__array_interface__["data"][0], size, small, None)
@@ -198,7 +196,7 @@ class BlockMemory:
         piece = free.pop() if free else self._larger(capacity)
         if piece is None:
             self._shrink(capacity)
-            piece = _Piece(capacity, inherited=self._inherited, touched=touched)
+            piece = _Piece(capacity, inherited=self._inherited)
             self._bytes += capacity
         return Loan(piece.address, size, piece, self._returned)
 

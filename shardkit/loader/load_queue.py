@@ -344,7 +344,7 @@ class LoadQueue:
             return 0, False
         rows = jobs.rows[: len(files)].copy()
         rows[:, FILE] = [one.descriptor for one in files]
-        memory.extend(self._memory.lend(room, touched=False) for room in rows[:, ROOM].tolist())
+        memory.extend(self._memory.lend(room) for room in rows[:, ROOM].tolist())
         rows[:, ADDRESS] = [one.address for one in memory]
         objects = tuple(map(self._objects.get, range(jobs.first, jobs.first + len(rows))))
         loaded, is_cold = gather.block_rows.load_blocks(rows, objects)
