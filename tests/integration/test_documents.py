@@ -323,6 +323,6 @@ def test_the_functions_that_decide_exist() -> None:
             source = (ROOT / name).read_text(encoding="utf-8")
         elif "." not in name:
             found += 1
-            defines = rf"^(?:(?:    )?(?:def|class|static \w+) )?{name}\b"
+            defines = rf"^(?:(?:    )?(?:def |class |static \w+ \*?))?{name}\b"
             assert re.search(defines, source, re.MULTILINE), name
     assert found >= 14
