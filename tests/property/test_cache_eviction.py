@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.reading.cache.eviction import FurthestFirst, choose_victims
+from shardkit.reading.cache.eviction import choose_victims
+from shardkit_tools.simulation.eviction import FurthestFirst
 
 traces = st.lists(st.integers(0, 12), min_size=1, max_size=60)
 

@@ -22,8 +22,8 @@ from shardkit.dataset.samples import population_of
 from shardkit.errors import ConfigurationError
 from shardkit.loader.gather import most_steps, plan_group
 from shardkit.plan import Plan, Population, assign
-from shardkit.reading.cache.eviction import FurthestFirst
 from shardkit_tools.simulation.cluster import Cluster, Data
+from shardkit_tools.simulation.eviction import FurthestFirst
 from shardkit_tools.simulation.timing import RankLoads
 
 Tell = Callable[[str], None]
