@@ -36,7 +36,7 @@ _WEIGHT: Final = {"good": 0, "wrong": 1, "missing": 1, "healed": 2}
 """Order of results in the same second: the heavier one wins, so a repair overrides the read that found the damage."""
 
 
-class Attestation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Attestation(msgspec.Struct, frozen=True):
     """One check of one copy.
 
     Attributes:
@@ -49,13 +49,13 @@ class Attestation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         time: UTC, ``2026-11-20T19:00:00Z``.
     """
 
-    location: _Word
-    digest: Digest
-    extension: _Word
-    result: _Result
-    level: _Level
-    by: _Word
-    time: Time = msgspec.field(default_factory=utc_text)
+    location: str
+    digest: str
+    extension: str
+    result: str
+    level: str
+    by: str
+    time: str = msgspec.field(default_factory=utc_text)
 
     @property
     def name(self) -> str:
@@ -68,19 +68,25 @@ class Attestation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class _Attestations(Document, frozen=True, tag="shardkit-attestations/1"):
-    results: Annotated[tuple[Attestation, ...], Meta(max_length=_MAX_RESULTS)]
+    """Results of one location, level and operation, each as (digest, extension, result, time)."""
+
+    location: _Word
+    level: _Level
+    by: _Word
+    results: Annotated[tuple[tuple[Digest, _Word, _Result, Time], ...], Meta(max_length=_MAX_RESULTS)]
 
 
 def put_attestations(store: Store, results: Iterable[Attestation]) -> None:
-    """Put one document for each location."""
+    """Put one document for each location, level and operation."""
     import uuid  # slow to import, and readers do not need it
 
-    by_location: dict[str, list[Attestation]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[str, str, str, str]]] = {}
     for one in results:
-        by_location.setdefault(one.location, []).append(one)
-    for location, found in sorted(by_location.items()):
-        name = f"attest/{location}/{utc_text()[:10]}/{uuid.uuid4().hex}.json"
-        store.put_new(name, encode(_Attestations(results=tuple(found))))
+        group = groups.setdefault((one.location, one.level, one.by), [])
+        group.append((one.digest, one.extension, one.result, one.time))
+    for (location, level, by), found in sorted(groups.items()):
+        document = _Attestations(location=location, level=level, by=by, results=tuple(found))
+        store.put_new(f"attest/{location}/{utc_text()[:10]}/{uuid.uuid4().hex}.json", encode(document))
 
 
 class Records:
@@ -142,9 +148,9 @@ def read_attestations(stores: Iterable[Store]) -> dict[str, dict[str, Attestatio
     """
     latest: dict[str, dict[str, Attestation]] = {}
     for one in (one for store in stores for one in _read(store, store.list_after("attest/"))):
-        held = latest.setdefault(one.location, {})
-        if one.name not in held or _order(one) > _order(held[one.name]):
-            held[one.name] = one
+        held, name = latest.setdefault(one.location, {}), one.name
+        if name not in held or _order(one) > _order(held[name]):
+            held[name] = one
     return latest
 
 
@@ -157,7 +163,9 @@ def _read(store: Store, names: Iterable[str]) -> Iterator[Attestation]:
         with contextlib.suppress(FormatError, IntegrityError, NotFoundError):
             data = store.get(name, max_bytes=_MAX_BYTES)
             found = decode(_Attestations, data, name, max_bytes=_MAX_BYTES)
-            yield from (one for one in found.results if one.extension in EXTENSIONS)
+            for digest, extension, result, when in found.results:
+                if extension in EXTENSIONS:
+                    yield Attestation(found.location, digest, extension, result, found.level, found.by, when)
 
 
 COUNTED: Final = (

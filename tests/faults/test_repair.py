@@ -256,8 +256,13 @@ class TestAttested:
         when = utc_text()
 
         def attested(*results: list[str], location: str = "root") -> bytes:
-            written = [[location, *one[:3], "read", "scrub", *one[3:]] for one in results]
-            return encode({"format": "shardkit-attestations/1", "results": written})
+            document = {
+                "format": "shardkit-attestations/1",
+                "location": location,
+                "level": "read",
+                "by": "scrub",
+            }
+            return encode({**document, "results": list(results)})
 
         documents = [
             b"{" * 1_000_000,
