@@ -203,6 +203,8 @@ class DiskOperations(FileOperations):
         return disk
 
     def _begin(self, disk: Disk, call: str, path: str, *, writing: bool = False) -> None:
+        if disk.is_scratch:
+            return
         self._scheduler.request(f"{call} {path}")
         if disk.is_down:
             raise OSError(errno.EIO, "the disk does not answer")

@@ -58,11 +58,16 @@ def _set(entries: dict[str, File | Folder], name: str, node: File | Folder | Non
 
 
 class Disk(Bucket):
-    """Where a local location lies, at ``/simulated/<name>``; seen from above it is a bucket."""
+    """Where a local location lies, at ``/simulated/<name>``; seen from above it is a bucket.
 
-    def __init__(self, name: str) -> None:
+    Attributes:
+        is_scratch: whether its files are of one process each, so that calls are not interleaved and do not fail.
+    """
+
+    def __init__(self, name: str, path: str = "", *, is_scratch: bool = False) -> None:
         super().__init__(name, keeps_checksums=False)
-        self.path = f"/simulated/{name}"
+        self.path = path or f"/simulated/{name}"
+        self.is_scratch = is_scratch
         self._numbers = 1
         self.root = Folder(0)
 

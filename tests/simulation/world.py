@@ -36,7 +36,7 @@ SETTINGS: Final[dict[str, Any]] = {
     "block_size": 200,
     "scratch": tempfile.gettempdir(),
 }
-"""Of every build; nothing of it is large enough for scratch files."""
+"""Of every build. The scratch folder is there, and its files are on a simulated disk."""
 
 _OBJECTS: Final = "objects/"
 _LOG: Final = "log/"
@@ -117,7 +117,8 @@ class World:
             for name, bucket in self.buckets.items()
         }
         self.root = self.urls["root"]
-        self.files = DiskOperations(self.disks, scheduler, faults)
+        scratch = Disk("scratch", SETTINGS["scratch"], is_scratch=True)
+        self.files = DiskOperations([*self.disks, scratch], scheduler, faults)
         self.archive: dict[str, bytes] = dict(start.archive)
         self.acknowledged: dict[int, str] = {}
         self.promised = dict(start.promised)
