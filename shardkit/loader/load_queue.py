@@ -28,7 +28,7 @@ JOB: Final = 13
 # A thread takes jobs for about a millisecond, because it has to wait for the interpreter after each call.
 _MOST_JOBS: Final = 16
 _MOST_BYTES: Final = 4 << 20
-_MOST_OPEN: Final = 32  # files that stay open, besides those that threads are reading
+_MOST_OPEN: Final = 32  # files that stay open, besides files that threads are reading
 _ASK_AHEAD: Final = 16  # blocks; a disk is faster if it is asked for many at a time
 
 
@@ -160,7 +160,7 @@ class LoadQueue:
             self._release_ready(works_steps=True)
 
     def drop(self) -> set[int]:
-        """Cancel all jobs and return the slots of those that are not done.
+        """Cancel all jobs and return the slots of jobs that are not done.
 
         Waits until no thread uses an address of a job.
         """

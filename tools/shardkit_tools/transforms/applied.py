@@ -63,7 +63,7 @@ class AppliedFunction:
         return {"function": self.name, "sha256": self.digest}
 
     def __call__(self, sample: Mapping[str, object], where: object) -> Iterator[Mapping[str, object]]:
-        """Call the function with a sample and yield the samples that it returns; what it prints goes to standard error.
+        """Call the function with a sample and yield the samples that it returns; its output goes to standard error.
 
         Raises:
             SampleError: The function fails or returns something other than samples.

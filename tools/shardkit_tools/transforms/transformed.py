@@ -236,7 +236,7 @@ def types_of(
     rows = list(samples)
     if not rows:
         raise SourceError("no sample is left after --apply; change the function or the source")
-    looked_at = rows[:1] if skip else rows  # a field of a bad sample is none of the others
+    looked_at = rows[:1] if skip else rows  # a sample that is skipped adds no field
     names = list(dict.fromkeys(name for _, row in looked_at for name in row))
     for name, kind in given.items():
         if name not in names and not kind.endswith("?"):
