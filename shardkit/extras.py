@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -42,8 +43,9 @@ def install_command(extra: str) -> str:
     )
 
 
-def shell_word(text: str) -> str:
-    """Quote a text for a shell; unprintable characters are escaped as bash and zsh read them."""
+def shell_word(text: str | os.PathLike[str]) -> str:
+    """Quote a text or a path for a shell; unprintable characters are escaped as bash and zsh read them."""
+    text = os.fspath(text)
     if text.isprintable():
         return shlex.quote(text)
     escaped = text.encode("unicode_escape").decode().replace("'", r"\'")

@@ -21,6 +21,7 @@ from shardkit.dataset.deriving import put_version
 from shardkit.dataset.lookups import check_absent, list_samples
 from shardkit.dataset.run_plans import Versions
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StateError, UsageError
+from shardkit.extras import shell_word
 from shardkit.formats import sha256_digest
 from shardkit.ledger.bindings import (
     AMENDMENT,
@@ -123,7 +124,7 @@ def amend_run(
     else:
         one = violated[0]
         raise IntegrityError(
-            f"{run}: the record is not sound ({one.subject}: {one.text}); run: shardkit audit {run}"
+            f"{run}: the record is not sound ({one.subject}: {one.text}); run: shardkit audit {shell_word(run)}"
         )
     if not plans:
         wrong = "; ".join(one.text for one in record.findings)[:500]

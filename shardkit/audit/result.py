@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, Final, Literal
 
 from shardkit.exit_codes import ExitCode
+from shardkit.extras import shell_word
 from shardkit.notebook import table
 
 Severity = Literal["violated", "unknown", "explained", "note"]
@@ -225,7 +226,8 @@ def html_report(audit: Audit) -> str:
         f'<h1>Audit of a training run</h1><p class="soft"><code>{run}</code></p>'
         f'<div class="verdict" style="background:{_COLOURS[audit.worst]}">{verdict.capitalize()}</div>\n'
         + "\n".join(parts)
-        + f"<h2>How to check this yourself</h2><p><code>shardkit audit {run}</code> computes every figure above again, "
+        + f"<h2>How to check this yourself</h2><p><code>shardkit audit {escape(shell_word(audit.run))}</code> computes "
+        "every figure above again, "
         "from the ledger, the manifest and the plan's settings alone. The trees are those of RFC 6962.</p>"
         "\n</body></html>\n"
     )

@@ -16,6 +16,7 @@ from shardkit.dataset import Dataset
 from shardkit.dataset.about import unpack_sources
 from shardkit.dataset.samples import numbers_in
 from shardkit.errors import NotFoundError
+from shardkit.extras import shell_word
 from shardkit.plan import Plan
 from shardkit.reading.inventory import read_root
 from shardkit.repository.log import first_commit
@@ -214,7 +215,8 @@ def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPla
         first, end = int(one[0]["step"]), int(one[-1]["step"]) + 1
         if plan is None:
             raise NotFoundError(
-                f"the plan of steps {first} to {end - 1} cannot be made again; run: shardkit audit {record.path}"
+                f"the plan of steps {first} to {end - 1} cannot be made again; run: "
+                f"shardkit audit {shell_word(record.path)}"
             )
         yield plan, first, end, is_branch
 

@@ -29,6 +29,7 @@ from shardkit.errors import (
     StoreError,
     UsageError,
 )
+from shardkit.extras import shell_word
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.objects import ROOT_NAME
 from shardkit.reading.parity.sets import parity_names
@@ -113,7 +114,9 @@ def collect(
     work = _Collector(repository, report)
     done, store = work.done, work.store
     if any(name.endswith("/plan.json") for name in store.list_after("erasures/")):
-        raise UsageError(f"an erasure was begun; finish it first: shardkit remove {repository.url} --resume")
+        raise UsageError(
+            f"an erasure was begun; finish it first: shardkit remove {shell_word(repository.url)} --resume"
+        )
     if delete:
         work.check_logs()
         work.finish_killed(grace_s)
@@ -198,7 +201,7 @@ class _Collector:
         for name, why in self.done.unreachable.items():
             raise StoreError(
                 f"location {name!r}: {why}; its log cannot be compared with the root's, so nothing is deleted; mount "
-                f"or repair it, or take it out: shardkit place {url} --forget {name}"
+                f"or repair it, or take it out: shardkit place {shell_word(url)} --forget {name}"
             )
         for name, location in self._found.stores.items():
             conflict = "" if name == ROOT_NAME else log_conflict(self.store, location.store)
@@ -261,7 +264,7 @@ class _Collector:
         url = self._repository.url
         raise UsageError(
             f"{url}: garbage has been deleted since {self._time_of(deletion)}; wait for it. If that command was "
-            f"killed: shardkit gc {url} --delete --grace 0s"
+            f"killed: shardkit gc {shell_word(url)} --delete --grace 0s"
         )
 
     def _delete(self, deletion: Deletion) -> bool:

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from shardkit.documents import sha256_digest
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
+from shardkit.extras import shell_word
 from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.repository.locations import (
     COPY_NAME,
@@ -369,7 +370,7 @@ def _is_ours(store: Store, repository: str, root: Store, *, is_marked: bool = Fa
         if is_marked:
             return True, ""
         if isinstance(error, NotFoundError):
-            refill = f"shardkit place {root.url} --refill NAME"
+            refill = f"shardkit place {shell_word(root.url)} --refill NAME"
             return False, f"{store.url} is empty, or its disk is not mounted; to fill it anew: {refill}"
     except ShardkitError as error:
         return False, str(error)

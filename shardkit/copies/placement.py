@@ -19,6 +19,7 @@ import numpy as np
 
 from shardkit.documents import parse_digest
 from shardkit.errors import ConfigurationError, IntegrityError, ShardkitError
+from shardkit.extras import shell_word
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.inventory import Inventory, first_good, walk_versions
@@ -291,7 +292,7 @@ class Holdings:
             if is_prepared(location.store, name, repository.id):
                 self.stores[name] = location
                 return
-            refill = f"shardkit place {repository.url} --refill {name}"
+            refill = f"shardkit place {shell_word(repository.url)} --refill {name}"
             why = f"{record.url} is empty, or its disk is not mounted; to fill it anew: {refill}"
             self._leave_out(name, "unprepared", why)
         except IntegrityError as error:

@@ -28,6 +28,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
+from shardkit.extras import shell_word
 from shardkit.reading.adopted import with_adopted_files
 from shardkit.reading.adopted_places import MAX_GROUP_BYTES, FileGroup, group_name, location_name
 from shardkit.reading.attestations import read_attestations
@@ -282,7 +283,7 @@ def _compare_logs(root: Store, copy: Store) -> tuple[str, list[str]]:
     elif last and copy.get(last, max_bytes=MAX_ENTRY_BYTES) != root.get(last, max_bytes=MAX_ENTRY_BYTES):
         conflict = f"{last} in {copy.url} is not the one in {root.url}"
     if conflict:
-        conflict += f": the root lost entries of its log; run: shardkit repair {root.url}"
+        conflict += f": the root lost entries of its log; run: shardkit repair {shell_word(root.url)}"
     return conflict, sorted(own - held)
 
 
@@ -299,7 +300,9 @@ def mirror_log(root: Store, copy: Store) -> int:
         data = root.get(name, max_bytes=MAX_ENTRY_BYTES)
         LogEntry.from_bytes(data, f"{name} in {root.url}")  # do not copy a damaged entry
         if not copy.put_new(name, data) and copy.get(name, max_bytes=MAX_ENTRY_BYTES) != data:
-            raise IntegrityError(f"{name} in {copy.url} is another one; run: shardkit repair {root.url}")
+            raise IntegrityError(
+                f"{name} in {copy.url} is another one; run: shardkit repair {shell_word(root.url)}"
+            )
     return len(missing)
 
 
@@ -415,7 +418,7 @@ class Encoding:
         name, why = next(iter(self.failed.items()))
         return (
             f"{len(self.failed)} parity sets of {self.url} could not be encoded, among them {name}: {why}; "
-            f"run: shardkit repair {self.url}"
+            f"run: shardkit repair {shell_word(self.url)}"
         )
 
     def check(self) -> None:

@@ -44,6 +44,7 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.exit_codes import ExitCode
+from shardkit.extras import shell_word
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.objects import DEPTHS, ROOT_NAME, Depth, Location
 from shardkit.repository.locations import LocationTable, read_table
@@ -172,7 +173,8 @@ def _table_of(repository: Repository) -> LocationTable:
     table = read_table(root_store(repository.store), repository.id)
     if table is None:
         raise NotFoundError(
-            f"{repository.url} has no locations beside itself; add one: shardkit place {repository.url} --location "
+            f"{repository.url} has no locations beside itself; add one: "
+            f"shardkit place {shell_word(repository.url)} --location "
             "NAME=URL --copies 2"
         )
     return table
@@ -313,7 +315,7 @@ def _copy_before_commit(repository: Repository, table: LocationTable, versions: 
         raise StoreError(
             f"{repository.url}: nothing was committed, because {len(found.missing)} copies could not be made that mode "
             f"{mode!r} waits for ({told}); mend that and run the same command again, or let copies follow later: "
-            f"shardkit place {repository.url} --mode async"
+            f"shardkit place {shell_word(repository.url)} --mode async"
         )
 
 

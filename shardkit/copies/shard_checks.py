@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.extras import shell_word
 from shardkit.formats import ShardIndex, read_block, verify_block
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted import AdoptedStore, adopted_place, changed_files
@@ -57,8 +58,8 @@ def finding_of(
     if not isinstance(problem, (str, NotFoundError, IntegrityError, FormatError)):
         return Finding(name, expected, got, "look at the disk, then verify again", is_damage=False)
     action = action or (
-        f"run: shardkit repair {root}, which needs another copy or parity; otherwise build the same source again with "
-        "the same options"
+        f"run: shardkit repair {shell_word(root)}, which needs another copy or parity; otherwise build the same source "
+        "again with the same options"
     )
     return Finding(name, expected, got, action, blocks, rows)
 

@@ -32,6 +32,7 @@ from shardkit.copies.shard_checks import LEVELS, Finding, Level, ShardCheck, fin
 from shardkit.documents import sha256_digest, utc_text
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
 from shardkit.exit_codes import ExitCode
+from shardkit.extras import shell_word
 from shardkit.manifest import ShardTable, check_against
 from shardkit.ranges import duration_text
 from shardkit.reading.adopted import with_adopted_files
@@ -172,7 +173,7 @@ class _Verifier:
         self.findings.append(finding_of(self.root, name, expected, problem, action=action, rows=rows))
 
     def _add_document(self, name: str, expected: str, problem: ShardkitError | str) -> None:
-        self.add(name, expected, problem, action=f"run: shardkit repair {self.root}")
+        self.add(name, expected, problem, action=f"run: shardkit repair {shell_word(self.root)}")
 
     def check_documents(self, repository: Repository, ref: str | None) -> None:
         """Check location tables and log, and set `versions` from the newest good entry."""
@@ -329,7 +330,7 @@ def _attestation_findings(repository: Repository, shards: list[ShardCheck]) -> l
     looks = read_attestations([store]).get(own_name(store), {})
     if not looks:
         got = "none: no scrub has been recorded here"
-        action = f"run: shardkit scrub {repository.url}"
+        action = f"run: shardkit scrub {shell_word(repository.url)}"
         return [Finding("attest/", "records of scrubs", got, action, is_damage=False)]
     table = read_table(store, repository.id)
     age_s = (table.policy if table else Policy()).max_scrub_age_s
@@ -340,8 +341,14 @@ def _attestation_findings(repository: Repository, shards: list[ShardCheck]) -> l
         if look is None or look.time < border:
             got = "never" if look is None else f"last at {look.time}"
             wanted = f"looked at within {duration_text(age_s)}"
-            found.append(Finding(name, wanted, got, f"run: shardkit scrub {repository.url}", is_damage=False))
+            found.append(
+                Finding(
+                    name, wanted, got, f"run: shardkit scrub {shell_word(repository.url)}", is_damage=False
+                )
+            )
         elif look.is_bad:
             got = f"{look.result} at {look.time} ({look.by}, level {look.level})"
-            found.append(Finding(name, "a good copy", got, f"run: shardkit repair {repository.url}"))
+            found.append(
+                Finding(name, "a good copy", got, f"run: shardkit repair {shell_word(repository.url)}")
+            )
     return found

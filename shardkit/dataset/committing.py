@@ -25,6 +25,7 @@ from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
 from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, load_base, plan_version
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageError
+from shardkit.extras import shell_word
 from shardkit.formats import Schema
 from shardkit.manifest import (
     Lookup,
@@ -255,7 +256,8 @@ def _conflict(
             return CommitConflict(
                 f"ref {name!r} of {repository.url} names {came or 'nothing'}, which another commit made meanwhile "
                 f"({was} when this one was begun); nothing was replaced. This version is whole: {manifest}; to keep it "
-                f"beside the other: shardkit tag {repository.url} NAME {manifest}, or the same command with another "
+                "beside the other: "
+                f"shardkit tag {shell_word(repository.url)} NAME {manifest}, or the same command with another "
                 "--ref; to put it in the other's place: the same command again"
             )
     return error

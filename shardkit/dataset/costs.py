@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from shardkit.dataset.expressions import CostFormula, Term
 from shardkit.dataset.samples import Samples
 from shardkit.errors import FormatError, UsageError
+from shardkit.extras import shell_word
 from shardkit.formats import Schema
 from shardkit.formats.columns import pack_columns, unpack_columns
 from shardkit.manifest import CostPiece, RowCosts, ShardTable
@@ -194,7 +195,7 @@ def _pieces(dataset: Samples, expression: str) -> list[tuple[Repository, CostPie
             url = part.repository.url
             raise UsageError(
                 f"cost={expression!r}: its pieces are not of the {len(sizes)} shards of {url}, which an older "
-                f"shardkit has changed; run: shardkit rebuild {url} --cost '{expression}'"
+                f"shardkit has changed; run: shardkit rebuild {shell_word(url)} --cost {shell_word(expression)}"
             )
         found += [(part.repository, piece) for piece in costs.pieces]
     return found
@@ -227,7 +228,8 @@ def _terms(
         url = reader.store_of(shard).url
         raise UsageError(
             f"cost={formula.text!r} is not in the indexes of these {index.format} shards, and nobody has written it "
-            f"beside them; run: shardkit rebuild {url} --cost '{formula.canonical}' (it writes no shard)"
+            f"beside them; run: shardkit rebuild {shell_word(url)} --cost {shell_word(formula.canonical)} (it writes "
+            "no shard)"
         )
     fields = sorted({term.field for term in rest})
     parts: dict[Term, list[NDArray[np.int64]]] = {term: [] for term in rest}

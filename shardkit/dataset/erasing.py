@@ -24,6 +24,7 @@ from shardkit.errors import (
     StoreError,
     UsageError,
 )
+from shardkit.extras import shell_word
 from shardkit.manifest import Manifest, merge
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.objects import ROOT_NAME, check_object
@@ -322,8 +323,9 @@ def _check_others(repository: Repository, records: Sequence[SetRecord], named: s
         if needed and len(lost) <= _MOST_LOST:
             raise IntegrityError(
                 f"{needed[0]} is good in no location of {repository.url} that answers, and can be made again from "
-                f"parity that would go with the erased rows; run: shardkit repair {repository.url}, then shardkit "
-                f"remove {repository.url} --resume"
+                f"parity that would go with the erased rows; run: "
+                f"shardkit repair {shell_word(repository.url)}, then shardkit "
+                f"remove {shell_word(repository.url)} --resume"
             )
 
 
@@ -366,7 +368,8 @@ def delete_from_copies(
         told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise StoreError(
             f"{repository.url}: the rows are erased but for {len(problems)} locations ({told}); when they are back, "
-            f"run: shardkit remove {repository.url} --resume; if they never will be: shardkit place {repository.url} "
+            f"run: shardkit remove {shell_word(repository.url)} --resume; if they never will be: "
+            f"shardkit place {shell_word(repository.url)} "
             "--forget NAME, then --resume"
         )
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 from shardkit.dataset.run_plans import Versions, recorded_plan_of
 from shardkit.dataset.samples import numbers_in
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.extras import shell_word
 from shardkit.ledger import merge_journals
 from shardkit.ledger.decisions import apply_decisions, recorded_decisions
 from shardkit.ledger.losses import Leg, Losses, branch_legs, read_losses
@@ -36,7 +37,8 @@ def losses_table(dataset: Any, run: str | os.PathLike[str]) -> pa.Table:
         plan = recorded_plan_of(versions, history)
         if plan.digest != leg.plan:
             raise IntegrityError(
-                f"{run}: the recorded settings do not make the plan {leg.plan[:12]}…; run: shardkit audit {run}"
+                f"{run}: the recorded settings do not make the plan {leg.plan[:12]}…; run: "
+                f"shardkit audit {shell_word(run)}"
             )
         if plan.decided is not None:
             apply_decisions(plan, recorded_decisions(documents, leg.plan))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.extras import shell_word
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.blocks import BlockReader
@@ -103,7 +104,7 @@ class StoreSurvey:
         url = self.repository.url
         raise IntegrityError(
             f"version {identity} of {url} cannot be read, so that it is not known what it needs ({why}); nothing was "
-            f"deleted; run: shardkit repair {url}, then: shardkit remove {url} --resume"
+            f"deleted; run: shardkit repair {shell_word(url)}, then: shardkit remove {shell_word(url)} --resume"
         )
 
 

@@ -32,6 +32,7 @@ from shardkit.dataset.lookups import parse_lookup
 from shardkit.dataset.rows import Rows, ShardRows
 from shardkit.dataset.scratch import ScratchReader, describe_row
 from shardkit.errors import ConfigurationError, SampleError, UsageError
+from shardkit.extras import shell_word
 from shardkit.formats import FieldType, Schema, ShardIndex, generated_key, normalise_compression
 from shardkit.manifest import POOL, Manifest, Stratum
 from shardkit.ranges import names_of, parse_size
@@ -362,7 +363,7 @@ def load_base(repository: Repository, ref: str, new: NewVersion) -> Base:
     if manifest.added:
         raise UsageError(
             f"{ref} has fields in shards of their own, which an append cannot continue; write them into one first: "
-            f"shardkit rebuild {repository.url}@{ref}"
+            f"shardkit rebuild {shell_word(repository.url)}@{ref}"
         )
     kind = "append rows of the same kind, or build a dataset of their own"
     if difference := _schema_difference(manifest.schema, new.schema):

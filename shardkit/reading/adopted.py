@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from shardkit.documents import xxh3
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
+from shardkit.extras import shell_word
 from shardkit.manifest import MIXED, Manifest, ShardTable
 from shardkit.reading.adopted_places import (
     MAX_GROUP_BYTES,
@@ -314,7 +315,7 @@ class AdoptedStore(StoreAround):
             if found is None or found.digest != file.digest or len(found) != file.files:
                 raise IntegrityError(
                     f"{name} in {self.url}: the names of {file.files} adopted files in {file.place} are missing or of "
-                    f"another group; adopt them again: shardkit adopt {file.place} {self.url}"
+                    f"another group; adopt them again: shardkit adopt {shell_word(file.place)} {shell_word(self.url)}"
                 )
             while len(self._groups) >= _GROUPS:
                 self._groups.pop(next(iter(self._groups)), None)

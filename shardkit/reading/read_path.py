@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 from shardkit.arrays import Buffer
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
+from shardkit.extras import shell_word
 from shardkit.ranges import Range
 from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.objects import Location
@@ -475,7 +476,7 @@ def _summary(request: ReadRequest, problems: dict[str, ShardkitError], root: str
         return next(iter(problems.values()))
     if kinds <= {NotFoundError, IntegrityError}:
         return IntegrityError(
-            f"no location has the right bytes of {request.what} ({told}); run: shardkit repair {root}"
+            f"no location has the right bytes of {request.what} ({told}); run: shardkit repair {shell_word(root)}"
         )
     return StoreError(
         f"no location gave good bytes of {request.what} in time ({told}); look at them, then run it again"

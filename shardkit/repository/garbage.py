@@ -25,6 +25,7 @@ from shardkit.documents import (
     utc_text,
 )
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.extras import shell_word
 from shardkit.reading.inventory import walk_versions
 from shardkit.repository.log import Deletion, LogEntry
 from shardkit.stores.store import Store, parse_object_name, put_over
@@ -91,7 +92,7 @@ def read_list(store: Store, deletion: Deletion) -> tuple[str, ...]:
     data = store.get(name, max_bytes=_MAX_BYTES)
     if sha256_digest(data) != deletion.names:
         raise IntegrityError(
-            f"{name} in {store.url}: its SHA-256 is another; run: shardkit repair {store.url}"
+            f"{name} in {store.url}: its SHA-256 is another; run: shardkit repair {shell_word(store.url)}"
         )
     names = decode(_Garbage, data, name, max_bytes=_MAX_BYTES).names
     for one in names:
@@ -170,5 +171,5 @@ def check_not_deleted(
         raise CommitConflict(
             f"{store.url}: {len(names)} objects that this commit names, such as {names[0]}, are being deleted as "
             "garbage; run the same command again when that is done (a deletion that was killed is finished by: "
-            f"shardkit gc {store.url} --delete --grace 0s)"
+            f"shardkit gc {shell_word(store.url)} --delete --grace 0s)"
         )

@@ -33,6 +33,7 @@ from shardkit.errors import (
     ShardkitError,
     UsageError,
 )
+from shardkit.extras import shell_word
 from shardkit.ranges import Range
 from shardkit.reading.located_store import Locations, given_locations, locate
 from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location, check_location_name
@@ -210,7 +211,7 @@ def commit_table(
     if not TABLES.put(store, table, what=what, then=then):
         raise CommitConflict(
             f"locations of {store.url} were changed by somebody else meanwhile; look at them (shardkit place "
-            f"{store.url}), then run the same command again"
+            f"{shell_word(store.url)}), then run the same command again"
         )
     # The table is committed. Repair and replicate put a missing spare.
     with contextlib.suppress(ShardkitError):
@@ -411,7 +412,8 @@ def identity_of_copies(store: Store, error: NotFoundError | IntegrityError, *, a
     endpoint = endpoint_of(scheme) if scheme else ""
     raise NotFoundError(
         f"no dataset at {store.url}{endpoint}: expected {IDENTITY_NAME} in it; check the path, or run: "
-        f"shardkit build; if it was lost and has a copy, run: shardkit repair {store.url} --location NAME=COPY"
+        f"shardkit build; if it was lost and has a copy, run: shardkit repair "
+        f"{shell_word(store.url)} --location NAME=COPY"
     ) from None
 
 
@@ -443,7 +445,7 @@ def check_root_is_not_lost(root: Store) -> None:
     if copies:
         raise IntegrityError(
             f"{root.url} has no {IDENTITY_NAME}, and {copies[0].url} is a copy of the dataset that was there: the root "
-            f"is lost; run: shardkit repair {root.url}"
+            f"is lost; run: shardkit repair {shell_word(root.url)}"
         )
 
 
@@ -460,7 +462,7 @@ def check_log_is_not_lost(root: Store, repository_id: str) -> None:
         if names:
             raise IntegrityError(
                 f"the log of {root.url} is lost; {location.name} at {location.store.url} has {len(names)} entries of "
-                f"it; run: shardkit repair {root.url}"
+                f"it; run: shardkit repair {shell_word(root.url)}"
             )
 
 

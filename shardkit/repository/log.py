@@ -43,6 +43,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
+from shardkit.extras import shell_word
 from shardkit.ranges import shown
 from shardkit.stores.store import Store, find_checked, place_text, read_checked
 
@@ -107,7 +108,7 @@ class Row(Generic[Document_co]):
             if found.n != number or repository not in (None, found.repository):
                 raise IntegrityError(
                     f"{where} is number {found.n} of repository {found.repository}, expected {number} of {repository}; "
-                    f"run: shardkit repair {store.url}"
+                    f"run: shardkit repair {shell_word(store.url)}"
                 )
             return found, data
 
@@ -268,7 +269,7 @@ def first_identity(store: Store, features: tuple[str, ...]) -> Identity:
     if store.head(IDENTITY_NAME) is None:
         raise IntegrityError(
             f"{store.url} has a log and no {IDENTITY_NAME}: it was a dataset and has lost its identity; "
-            f"run: shardkit repair {store.url}"
+            f"run: shardkit repair {shell_word(store.url)}"
         )
     return Identity.new(features)
 
@@ -377,7 +378,7 @@ class CommitLog:
 
     def _refuse_log(self, missing: int) -> NoReturn:
         raise IntegrityError(
-            f"log of {self.store.url}: entry {missing} is missing; run: shardkit repair {self.store.url}"
+            f"log of {self.store.url}: entry {missing} is missing; run: shardkit repair {shell_word(self.store.url)}"
         )
 
     def _is_there(self, number: int) -> bool:

@@ -19,6 +19,7 @@ from msgspec import Meta
 from shardkit.credentials import refuse_credentials
 from shardkit.documents import Digest, Document, Name, decode, encode
 from shardkit.errors import FormatError, NotFoundError, ShardkitError
+from shardkit.extras import shell_word
 from shardkit.manifest import (
     Manifest,
     Selection,
@@ -199,7 +200,7 @@ def find_part(repository: Repository, name: str, manifest_id: str) -> Repository
     if location is None:
         raise NotFoundError(
             f"part {name!r} (manifest {manifest_id}) is not in {repository.url}, which does not say where it lies; "
-            f"merge again with the place where it is: shardkit merge {name}=PLACE … {repository.url}"
+            f"merge again with the place where it is: shardkit merge {name}=PLACE … {shell_word(repository.url)}"
         )
     tried = list(dict.fromkeys(resolved(repository.url, url) for url in location.urls))
     for place in tried:
@@ -209,5 +210,6 @@ def find_part(repository: Repository, name: str, manifest_id: str) -> Repository
                 return found
     raise NotFoundError(
         f"part {name!r} (manifest {manifest_id}) of {repository.url} is gone from where it was: {', '.join(tried)}; "
-        f"put it back, or merge again with the place where it is now: shardkit merge {name}=PLACE … {repository.url}"
+        f"put it back, or merge again with the place where it is now: "
+        f"shardkit merge {name}=PLACE … {shell_word(repository.url)}"
     )

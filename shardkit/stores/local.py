@@ -27,6 +27,7 @@ from urllib.parse import unquote
 
 from shardkit.credentials import redact, refuse_credentials
 from shardkit.errors import NotFoundError, StoreError, UsageError
+from shardkit.extras import shell_word
 from shardkit.stores.file_operations import (
     FOLDER,
     Directories,
@@ -188,7 +189,7 @@ class LocalStore(DirectStore):
                     file = active().open_file(folder, components[-1])
             except FileNotFoundError:
                 raise NotFoundError(
-                    f"{name} is not in {self._root}; check the path, or run: shardkit verify {self._root}"
+                    f"{name} is not in {self._root}; check the path, or run: shardkit verify {shell_word(self._root)}"
                 ) from None
             try:
                 check_regular(active().stat_open(file), file.path)

@@ -25,6 +25,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
+from shardkit.extras import shell_word
 from shardkit.ranges import shown
 from shardkit.stores.file_operations import explained
 
@@ -195,13 +196,15 @@ class DirectStore(abc.ABC):
     def _check_size(self, name: str, size: int, max_bytes: int) -> None:
         if size > max_bytes:
             raise IntegrityError(
-                f"{name} in {self.url}: {size} bytes, expected at most {max_bytes}; run: shardkit verify {self.url}"
+                f"{name} in {self.url}: {size} bytes, expected at most {max_bytes}; run: "
+                f"shardkit verify {shell_word(self.url)}"
             )
 
     def _check_length(self, name: str, found: int, expected: int) -> None:
         if found != expected:
             raise IntegrityError(
-                f"{name} in {self.url}: {found} bytes came, {expected} were expected; run: shardkit repair {self.url}"
+                f"{name} in {self.url}: {found} bytes came, {expected} were expected; run: "
+                f"shardkit repair {shell_word(self.url)}"
             )
 
     def _check_range(self, name: str, offset: int, length: int, size: int | None = None) -> None:
@@ -213,7 +216,7 @@ class DirectStore(abc.ABC):
         if size is not None and offset + length > size:
             raise IntegrityError(
                 f"{name} in {self.url}: {size} bytes, expected at least {offset + length}; run: shardkit repair "
-                f"{self.url}"
+                f"{shell_word(self.url)}"
             )
 
 
@@ -395,7 +398,7 @@ def read_object(
         if problem:
             raise IntegrityError(
                 f"{name} in {store.url}: {problem}; the bytes are not those that were written; "
-                f"run: shardkit repair {store.url}"
+                f"run: shardkit repair {shell_word(store.url)}"
             )
         return data
 
@@ -413,7 +416,7 @@ def asked_twice(ask: Callable[[], _Result]) -> _Result:
 def add_advice(error: ShardkitError, root: Store) -> ShardkitError:
     """Return the error of a damaged document with the command that repairs it."""
     told = str(error)
-    return error if "run: " in told else type(error)(f"{told}; run: shardkit repair {root.url}")
+    return error if "run: " in told else type(error)(f"{told}; run: shardkit repair {shell_word(root.url)}")
 
 
 def read_checked(

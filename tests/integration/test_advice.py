@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import itertools
 import re
 import shlex
 import tarfile
@@ -20,12 +21,14 @@ import typer
 
 import shardkit
 import shardkit_tools
+import shardkit_trainer
 from shardkit_tools.main import make_app
 from shardkit_tools.options import advice_for
 from tests.command_line import call, output_of
 from tests.pictures import PNG
 
 TOOLS = Path(shardkit_tools.__file__).parent
+PACKAGES = [Path(one.__file__).parent for one in (shardkit, shardkit_tools, shardkit_trainer)]
 _OPTION = re.compile(r"(?:(shardkit \w+|tar)\b[^;:,()]*?)?(?<![\w-])(--[a-z][a-z-]+)")
 
 
@@ -131,6 +134,48 @@ def test_commands_advise_their_own_options(
     code, said = call(command, *arguments)
     assert code in (1, 2), said
     assert not lacking(said, command), said
+
+
+_COMMAND = re.compile(r"\bshardkit (?:audit )?[a-z]+ $")
+
+
+def _unquoted(path: Path) -> list[str]:
+    """Return the values that follow the name of a command in the messages of a file, but are not quoted for a shell."""
+    found = []
+    for text in ast.walk(ast.parse(path.read_text())):
+        values = text.values if isinstance(text, ast.JoinedStr) else []
+        for before, after in itertools.pairwise(values):
+            if isinstance(before, ast.Constant) and _COMMAND.search(before.value):
+                assert isinstance(after, ast.FormattedValue)
+                value = ast.unparse(after.value)
+                if "shell_word(" not in value and value not in _NO_PATHS:
+                    found.append(f"{path.name}:{after.lineno}: {value}")
+    return found
+
+
+_NO_PATHS = {"found[0]", "self.manifest.id[:19]", "name"}  # an option, a digest, the name of a part
+
+
+def test_paths_in_commands_that_messages_name_are_quoted() -> None:
+    files = [path for package in PACKAGES for path in package.rglob("*.py")]
+    assert len(files) > 300
+    assert [one for path in files for one in _unquoted(path)] == []
+
+
+def test_a_command_that_an_error_names_works_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    root = tmp_path / "my data"
+    with shardkit.create(root, {"x": "int64"}, format="arrow") as writer:
+        writer.add({"x": 1})
+    output_of("place", root, "--location", f"copy={tmp_path / 'a copy'},domain=b", "--copies", "2")
+    output_of("replicate", root)
+    (shard,) = root.rglob("*.arrow")
+    shard.unlink()
+    code, said = call("verify", root)
+    assert code == 4
+    program, *arguments = shlex.split(re.split("[,;\n]", said.partition("run: ")[2])[0])
+    assert program == "shardkit"
+    output_of(*arguments)
+    output_of("verify", root)
 
 
 @pytest.mark.parametrize("command", ["build", "adopt"])

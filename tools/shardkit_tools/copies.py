@@ -20,6 +20,7 @@ from shardkit.copies.replicate import find_lag
 from shardkit.copies.tasks import CopyCheck, CopyTask
 from shardkit.copies.walk import CheckSettings
 from shardkit.errors import ConfigurationError, ShardkitError, UsageError
+from shardkit.extras import shell_word
 from shardkit.reading.objects import CheckResult, CopyResult
 from shardkit.repository.locations import LocationRecord, read_table
 from shardkit.repository.log import IDENTITY_NAME
@@ -78,7 +79,9 @@ def print_copies(root: str, lag: int | None) -> None:
     if lag is None:
         return
     if lag:
-        console.print_line(f"copies: {bytes_text(lag)} below policy; run: shardkit replicate {root}")
+        console.print_line(
+            f"copies: {bytes_text(lag)} below policy; run: shardkit replicate {shell_word(root)}"
+        )
     else:
         console.print_line("copies: the policy is met")
     repository = Repository.open(root, read_only=True)
@@ -86,7 +89,7 @@ def print_copies(root: str, lag: int | None) -> None:
     critical = [one.stratum for one in table.policy.critical] if table else []
     for name, hint in (unknown_strata(repository, critical)).items():
         console.print_line(
-            f"critical stratum {name!r} is in no version; {hint}; to name another: shardkit place {root} "
+            f"critical stratum {name!r} is in no version; {hint}; to name another: shardkit place {shell_word(root)} "
             "--critical NAME=N",
             "yellow",
         )

@@ -22,6 +22,7 @@ from typing import Any, Final, NoReturn, Self, TypeVar
 
 from shardkit.arrays import Buffer
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError
+from shardkit.extras import shell_word
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key
 from shardkit.stores.remote.clients import Client, ObjectProperties, endpoint_of, open_client
@@ -359,11 +360,11 @@ class ObjectStore(DirectStore):
         """Raise the error that the store protocol requires for a failure."""
         if failure.kind == "absent":
             raise NotFoundError(
-                f"{name} is not in {self.url}; check the URL, or run: shardkit verify {self.url}"
+                f"{name} is not in {self.url}; check the URL, or run: shardkit verify {shell_word(self.url)}"
             )
         if failure.kind == "range":
             raise IntegrityError(
-                f"{name} in {self.url}: it is shorter than expected; run: shardkit repair {self.url}"
+                f"{name} in {self.url}: it is shorter than expected; run: shardkit repair {shell_word(self.url)}"
             )
         advice = failure.advice
         if failure.kind == "denied":

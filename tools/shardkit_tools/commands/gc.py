@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from shardkit.copies.collecting import GRACE_S, HISTORY_S, Collection, collect
+from shardkit.extras import shell_word
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
 from shardkit.repository.log import parse_dataset_url
@@ -71,4 +72,6 @@ def _print(done: Collection, root: str, *, delete: bool, grace: str) -> None:
     if delete and (done.marked or done.waiting):
         console.print_line(f"what stays unneeded is deleted by a round {grace} after it was marked", "dim")
     elif done.garbage and not delete:
-        console.print_line(f"nothing was changed; to mark and delete: shardkit gc {root} --delete", "dim")
+        console.print_line(
+            f"nothing was changed; to mark and delete: shardkit gc {shell_word(root)} --delete", "dim"
+        )

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from shardkit.copies.place import GRACE_S, PlacementChange, Placing, promote, undo
 from shardkit.copies.place import place as place_root
 from shardkit.errors import UsageError
+from shardkit.extras import shell_word
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
 from shardkit.repository.locations import LocationRecord
@@ -145,7 +146,7 @@ def _print(placing: Placing, root: str, *, dry_run: bool) -> None:
     if drops.kept:
         console.print_line(
             f"kept {count_text(len(drops.kept), 'object')} that would be deleted: too few good copies elsewhere; "
-            f"run: shardkit replicate {root}",
+            f"run: shardkit replicate {shell_word(root)}",
             "yellow",
         )
     for problem in drops.problems[:5]:
@@ -155,5 +156,5 @@ def _print(placing: Placing, root: str, *, dry_run: bool) -> None:
         when = f"in {_days(placing.due_in_s)}" if placing.due_in_s else "now"
         console.print_line(
             f"{count_text(left, 'object')} not needed where they are, to be deleted {when} or later: "
-            f"shardkit place {root}; to go back: --undo"
+            f"shardkit place {shell_word(root)}; to go back: --undo"
         )

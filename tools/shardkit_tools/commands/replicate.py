@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from shardkit.copies.replicate import Replication, find_lag
 from shardkit.copies.replicate import replicate as replicate_root
 from shardkit.exit_codes import ExitCode
+from shardkit.extras import shell_word
 from shardkit.repository.log import parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
@@ -79,4 +80,4 @@ def _print(done: Replication, root: str, *, dry_run: bool) -> None:
         console.print_line(
             f"no good copy anywhere: {', '.join(done.lost[:3])}{' …' if len(done.lost) > 3 else ''}", "red"
         )
-        console.print_line(f"run: shardkit repair {root}")
+        console.print_line(f"run: shardkit repair {shell_word(root)}")

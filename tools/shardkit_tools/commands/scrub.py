@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from shardkit.copies.scrub import Scrub
 from shardkit.copies.scrub import scrub as scrub_root
 from shardkit.exit_codes import ExitCode
+from shardkit.extras import shell_word
 from shardkit.ranges import parse_duration
 from shardkit.repository.log import parse_dataset_url
 from shardkit_tools import console, options
@@ -90,4 +91,4 @@ def _print(done: Scrub, root: str) -> None:
     rest = f"; {count_text(done.remaining)} due copies were not reached in time" if done.remaining else ""
     console.print_line(f"{done.url}: {done.verdict}{rest}", "bold")
     if done.exit_code == ExitCode.DAMAGED and done.repair is None:
-        console.print_line(f"run: shardkit repair {root} --level attested")
+        console.print_line(f"run: shardkit repair {shell_word(root)} --level attested")
