@@ -28,7 +28,7 @@ from tests.command_line import call, output_of
 from tests.pictures import PNG
 
 TOOLS = Path(shardkit_tools.__file__).parent
-PACKAGES = [Path(one.__file__).parent for one in (shardkit, shardkit_tools, shardkit_trainer)]
+PACKAGES = [Path(str(one.__file__)).parent for one in (shardkit, shardkit_tools, shardkit_trainer)]
 _OPTION = re.compile(r"(?:(shardkit \w+|tar)\b[^;:,()]*?)?(?<![\w-])(--[a-z][a-z-]+)")
 
 
@@ -145,7 +145,7 @@ def _unquoted(path: Path) -> list[str]:
     for text in ast.walk(ast.parse(path.read_text())):
         values = text.values if isinstance(text, ast.JoinedStr) else []
         for before, after in itertools.pairwise(values):
-            if isinstance(before, ast.Constant) and _COMMAND.search(before.value):
+            if isinstance(before, ast.Constant) and _COMMAND.search(str(before.value)):
                 assert isinstance(after, ast.FormattedValue)
                 value = ast.unparse(after.value)
                 if "shell_word(" not in value and value not in _NO_PATHS:
