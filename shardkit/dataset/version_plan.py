@@ -461,6 +461,6 @@ def _check_unique_keys(rows: Rows, base: Base | None, reader: ScratchReader | No
             for place in (second, first)
         )
         raise SampleError(
-            f"{one} has the key of {other}; keys are unique in a dataset: leave "
-            "one out, give it another key, or give no keys (build: --keys prefixed or none)"
+            f"{one} has the key of {other}; keys are unique in a dataset: leave one out, give it "
+            "another key, or give no keys (build: --keys none, or --keys prefixed if they are in different files)"
         )
