@@ -28,7 +28,8 @@ JOB: Final = 13
 # A thread takes jobs for about a millisecond, because it has to wait for the interpreter after each call.
 _MOST_JOBS: Final = 16
 _MOST_BYTES: Final = 4 << 20
-_MOST_OPEN: Final = 32  # files that stay open, besides files that threads are reading
+_MOST_OPEN: Final = 32  # files that stay open after they were read
+_MOST_READ: Final = 16  # files that the threads read at a time; each thread may read one
 _ASK_AHEAD: Final = 16  # blocks; a disk is faster if it is asked for many at a time
 
 
@@ -231,9 +232,11 @@ class LoadQueue:
             most = min(_MOST_JOBS, -(-ready // self.threads))
             rows = self._jobs[self._next - self._base :][:most]
             count = num_bytes = 0
+            files: set[int] = set()
             for file, size in rows[:, [FILE, SIZE]].tolist():
                 num_bytes += size
-                if count and (file < 0 or num_bytes > _MOST_BYTES):
+                files.add(file)
+                if count and (file < 0 or num_bytes > _MOST_BYTES or len(files) * self.threads > _MOST_READ):
                     break
                 count += 1
                 if file < 0:

@@ -42,7 +42,7 @@ from shardkit_tools.building import engines
 from shardkit_tools.importers import line_ranges
 from shardkit_tools.main import run
 engines.SMALL_BYTES = 0  # small sources are not given to workers
-line_ranges._RANGE_BYTES = {TASK_BYTES}
+line_ranges._RANGE_BYTES = line_ranges.READ_BYTES = {TASK_BYTES}
 run()
 """
 BUCKET = "builds"
@@ -95,7 +95,8 @@ def make_place(folder: Path, patch: pytest.MonkeyPatch) -> None:
     (folder / "functions_that_travel.py").write_text(FUNCTIONS)
     patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, sys.path)]))
     patch.syspath_prepend(str(folder))
-    patch.setattr(line_ranges, "_RANGE_BYTES", TASK_BYTES)  # some ten tasks
+    for name in ("_RANGE_BYTES", "READ_BYTES"):
+        patch.setattr(line_ranges, name, TASK_BYTES)  # some ten tasks
     (folder / "source").mkdir()
     for number in range(4):
         rows = range(number * 1_000, (number + 1) * 1_000)

@@ -18,7 +18,7 @@ from shardkit.stores.file_operations import FileOperations, Handle, read_file, s
 from tests.flips import flip
 
 SHARDS, ROWS = 1608, 4
-MOST_OPEN_FILES = 32  # of a loader, and one more for each thread
+MOST_OPEN_FILES = 32 + 16  # of a loader: files that stay open, and files that its threads are reading
 LOOP = """
 import os, resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), int(sys.argv[3])))
@@ -64,7 +64,7 @@ def test_more_shards_than_files_may_be_open(many_shards: Path, soft: int, hard: 
     assert found.returncode == 0, found.stderr[-2000:]
     samples, most, limit = map(int, found.stdout.split())
     assert samples == SHARDS * ROWS // 64 * 64
-    assert 0 < most <= MOST_OPEN_FILES + 2 + 4  # four for whatever else a loop opens for a moment
+    assert 0 < most <= MOST_OPEN_FILES + 4  # four for whatever else a loop opens for a moment
     assert limit == hard  # raised where it can be
 
 
