@@ -318,16 +318,18 @@ def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
         for name in root.list_after(folder):
             if name.startswith(SPARES.prefix) or (name in held and TABLES.number(name) is not None):
                 continue  # spares are the root's; tables never change
-            data, other = _sound_bytes(root, name), _sound_bytes(copy, name) if name in held else None
+            data = _sound_bytes(root, name)
             if data is None:
-                if other is not None and root.head(name) is not None:
+                other = _steady_bytes(copy, name) if name in held else None
+                # by now the root may answer again, or the document may be gone
+                if other is not None and root.head(name) is not None and _sound_bytes(root, name) is None:
                     root.replace(name, other)
-            elif data != other:
-                if name in held:
-                    copy.replace(name, data)
-                elif not copy.put_new(name, data):
-                    continue  # another process copies it
-                done.append((name, "wrong" if name in held else "missing"))
+            elif name not in held:
+                if copy.put_new(name, data):  # otherwise another process copies it
+                    done.append((name, "missing"))
+            elif data != _sound_bytes(copy, name):
+                copy.replace(name, data)
+                done.append((name, "wrong"))
     return done
 
 
@@ -345,6 +347,15 @@ def _sound_bytes(store: Store, name: str) -> bytes | None:
         check_document(name, data)
         return data
     return None
+
+
+def _steady_bytes(store: Store, name: str) -> bytes | None:
+    """Return what `_sound_bytes` returns twice, None if that differs.
+
+    Some of these documents have no digest of their own: a bit that flips on the way would be written to the root.
+    """
+    data = _sound_bytes(store, name)
+    return data if data is not None and data == _sound_bytes(store, name) else None
 
 
 def _is_group(name: str) -> bool:
@@ -390,7 +401,7 @@ def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Heale
             check_vacant(root.url, "dataset")
             for folder in reversed(_MIRRORED):
                 for name in sorted(copy.list_after(folder), reverse=True):
-                    data = _sound_bytes(copy, name)
+                    data = _steady_bytes(copy, name)
                     if data is not None and root.put_new(name, data):
                         done.append(HealedCopy(ROOT_NAME, name, "missing", record.name, len(data)))
             break

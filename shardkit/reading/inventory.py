@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeVar
 import numpy as np
 from msgspec import Meta
 
-from shardkit.documents import Digest, Document, decode, encode, parse_digest
+from shardkit.documents import Digest, Document, parse_digest, seal, unseal
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.manifest import MAX_MANIFEST_BYTES, MIXED, Manifest, PageRef, ShardTable, unpack_page
 from shardkit.reading.located_store import LocatedStore
@@ -138,12 +138,12 @@ class _VersionRecord(Document, frozen=True, kw_only=True, tag="shardkit-parity-v
 
 def version_record(manifest_id: str, members: int) -> bytes:
     """Return the bytes of the document that records the members per parity set of a version."""
-    return encode(_VersionRecord(manifest=manifest_id, members_per_set=members))
+    return seal(_VersionRecord(manifest=manifest_id, members_per_set=members))
 
 
 def parse_version_record(data: bytes, where: str) -> tuple[str, int]:
     """Parse a version record and return (manifest id, members per set)."""
-    record = decode(_VersionRecord, data, where, max_bytes=MAX_RECORD_BYTES)
+    record = unseal(_VersionRecord, data, where, max_bytes=MAX_RECORD_BYTES)
     return record.manifest, record.members_per_set
 
 

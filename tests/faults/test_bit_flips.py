@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 import shardkit
+from shardkit.copies.repair import check_document, encode_parity, mirror_documents
 from shardkit.copies.verify import verify
-from shardkit.errors import ShardkitError
+from shardkit.errors import ShardkitError, StoreError
+from shardkit.repository.policy import Parity
 from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore
 from tests.drills import drill_count
 
 FORMATS = [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")]
@@ -202,3 +206,66 @@ def test_swapped_files(benches: dict[tuple[str, str], Bench], pair: tuple[str, s
             overwrite(second, one)
             check_detected(bench, f"{first.name} and {second.name} swapped")
         check_clean(bench, f"trial {trial}")
+
+
+# ---- Flips on the way
+
+
+class _Faulty(LocalStore):
+    """A store whose first reads below a prefix fail, or have a bit of the last digit flipped."""
+
+    def __init__(self, root: Path, prefix: str, *, failures: int = 0, flips: int = 0) -> None:
+        super().__init__(root)
+        self._prefix, self._failures, self._flips = prefix, failures, flips
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        data = super().get(name, max_bytes=max_bytes)
+        if not name.startswith(self._prefix):
+            return data
+        self._failures, self._flips = self._failures - 1, self._flips - 1
+        if self._failures >= 0:
+            raise StoreError(f"{name}: input/output error")
+        if self._flips >= 0:
+            at = max(data.rfind(digit) for digit in _DIGITS)
+            flipped = next(byte for byte in (data[at] ^ 1, data[at] ^ 2) if byte in _DIGITS)
+            return data[:at] + bytes([flipped]) + data[at + 1 :]
+        return data
+
+
+_DIGITS = b"0123456789abcdef"
+
+
+@pytest.mark.parametrize("prefix", ["parity/sets/", "parity/versions/", "erasures/"])
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_document_in_which_a_bit_flips_on_the_way_replaces_none(
+    failures: int, prefix: str, tmp_path: Path
+) -> None:
+    root, copy = tmp_path / "root", tmp_path / "copy"
+    make(root, "arrow", "none")
+    repository = Repository.open(root)
+    encode_parity(repository, Parity(4), [repository.resolve()])
+    (root / "erasures" / "one").mkdir(parents=True)
+    (root / "erasures" / "one" / "report.json").write_bytes(b'{"rows":12}')
+    shutil.copytree(root, copy)
+    paths = sorted((root / prefix).rglob("*.json"))
+    whole = [path.read_bytes() for path in paths]
+    mirror_documents(_Faulty(root, prefix, failures=failures), _Faulty(copy, prefix, flips=1))
+    assert [path.read_bytes() for path in paths] == whole
+    paths[0].write_bytes(b"damaged")
+    mirror_documents(LocalStore(root), _Faulty(copy, prefix, flips=1))
+    assert paths[0].read_bytes() in (b"damaged", whole[0])
+    mirror_documents(LocalStore(root), LocalStore(copy))
+    assert [path.read_bytes() for path in paths] == whole
+
+
+@pytest.mark.parametrize("folder", ["parity/sets", "parity/versions"])
+def test_parity_documents_with_a_flipped_digit_are_refused(folder: str, tmp_path: Path) -> None:
+    make(tmp_path, "arrow", "none")
+    repository = Repository.open(tmp_path)
+    encode_parity(repository, Parity(4), [repository.resolve()])
+    for path in (tmp_path / folder).iterdir():
+        name = f"{folder}/{path.name}"
+        check_document(name, path.read_bytes())
+        data = _Faulty(tmp_path, folder, flips=1).get(name, max_bytes=2**20)
+        with pytest.raises(ShardkitError):
+            check_document(name, data)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.copies.repair import encode_parity, repair
 from shardkit.dataset.removing import erase, resume_erasures
-from shardkit.documents import encode
+from shardkit.documents import encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.reading.inventory import take_inventory
 from shardkit.reading.parity.galois import recover, sums
@@ -473,9 +473,14 @@ def test_hostile_frames() -> None:
     ]:
         with pytest.raises(FormatError):
             parse_header(bad, size, "x")
-    with pytest.raises(FormatError):
-        SetRecord.from_bytes(encode({"format": "shardkit-parity-set/1", "code": "pq-11d", "members": [member(1)],
-                                    "parity": ["sha256:" + "0" * 64]}), "x")  # fmt: skip
+    document = {
+        "format": "shardkit-parity-set/1",
+        "code": "pq-11d",
+        "members": [member(1)],
+        "parity": ["sha256:" + "0" * 64],
+    }
+    with pytest.raises(FormatError, match="parity"):
+        SetRecord.from_bytes(encode({**document, "digest": sha256_digest(encode(document))}), "x")
 
 
 LIMITED = """

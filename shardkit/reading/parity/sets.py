@@ -11,7 +11,17 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from shardkit.documents import Digest, Document, Natural, decode, encode, parse_digest, sha256_digest
+from shardkit.documents import (
+    Digest,
+    Document,
+    Natural,
+    decode,
+    encode,
+    parse_digest,
+    seal,
+    sha256_digest,
+    unseal,
+)
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.reading.inventory import (
     MAX_MEMBERS,
@@ -132,12 +142,12 @@ class SetRecord:
         return self.set.position(digest)
 
     def to_bytes(self) -> bytes:
-        return encode(_SetDocument(code=_CODE, members=_member_fields(self.set.members), parity=self.parity))
+        return seal(_SetDocument(code=_CODE, members=_member_fields(self.set.members), parity=self.parity))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> SetRecord:
         """Parse a set's document."""
-        found = decode(_SetDocument, data, where, max_bytes=MAX_RECORD_BYTES)
+        found = unseal(_SetDocument, data, where, max_bytes=MAX_RECORD_BYTES)
         return cls(_set_of(found), found.parity)
 
 
