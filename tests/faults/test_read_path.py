@@ -233,7 +233,7 @@ class TestLocations:
             located(Fickle("a"), Fickle("b")).read_block(block(self.data))
 
     def test_unreachable_waits_then_raises(self) -> None:
-        settings = ReadSettings(deadline_s=0.4, attempt_s=0.2)
+        settings = ReadSettings(deadline_s=2.0, attempt_s=0.2)
         store = located(Fickle("a", unreachable), Fickle("b", flipped), data=self.data, settings=settings)
         with pytest.raises(StoreError, match=r"a: no route"):
             store.read_block(block(self.data))
