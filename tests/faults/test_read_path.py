@@ -235,7 +235,7 @@ class TestLocations:
     def test_unreachable_waits_then_raises(self) -> None:
         settings = ReadSettings(deadline_s=2.0, attempt_s=0.2)
         store = located(Fickle("a", unreachable), Fickle("b", flipped), data=self.data, settings=settings)
-        with pytest.raises(StoreError, match=r"a: no route"):
+        with pytest.raises(StoreError, match=r"a: (no route|silent)"):  # the deadline may cut the last try
             store.read_block(block(self.data))
         assert store.read_events.stats()["remote_retries"] >= 1
 
