@@ -126,8 +126,6 @@ def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[Sh
         **_sidecars(repository, version, table, own),
     )
     put_manifest(repository, manifest, pages)
-    if base is not None:
-        table = ShardTable.concatenate([base.version.table, table])
     return MadeVersion(manifest, _put_splits(repository, plan, manifest, table))
 
 
@@ -164,10 +162,12 @@ def _sidecars(
 def _put_splits(
     repository: Repository, plan: VersionPlan, manifest: Manifest, table: ShardTable
 ) -> dict[str, Manifest]:
-    """Put a selection of all rows for each split and return their manifests by split."""
+    """Put a selection of all rows for each split and return their manifests by split; `table` has the new shards."""
     base, split, index = plan.base, plan.version.split, plan.split
     if split is None or index is None:
         return {}
+    if base is not None:
+        table = ShardTable.concatenate([base.version.table, table])
     first = len(base.version.table) if base else 0
 
     def row_strata(shard: int) -> NDArray[np.int32] | None:

@@ -11,7 +11,7 @@ import io
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -125,6 +125,10 @@ def foreign_columns(
         name: column_of(kind, payloads, batch.num_rows)
         for (name, kind), payloads in zip(stored.items(), stored_columns(schema, made), strict=True)
     }
+
+
+OFFSET_BYTES: Final = 16
+"""Memory of a value of variable size besides its bytes, as `memory_of` counts it."""
 
 
 def memory_of(columns: Any) -> int:

@@ -21,7 +21,7 @@ from shardkit.extras import shell_word
 
 from .block import PayloadColumn
 from .index import ShardIndex
-from .sample_columns import encode_rows
+from .sample_columns import EXACT_INTEGER, encode_rows
 from .schema import FieldType, Schema
 from .strict_json import parse_json, parse_objects
 
@@ -30,7 +30,6 @@ LINES: Final = ("jsonl", "csv")
 
 _MAX_CELL_CHARACTERS: Final = 1 << 30
 _MAX_SETTINGS: Final = 64 << 20
-_EXACT: Final = 2**53  # float64 holds every integer below this
 MISSING: Final = frozenset(["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "nan", "NaN", "<NA>", "\\N"])
 """Cells of optional numbers and booleans that mean no value, as pandas, R and databases write them."""
 TRUTHS: Final = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -381,7 +380,7 @@ def cell_value(cell: str, kind: str, name: str, where: str) -> object:
     if "float" in kind:
         with suppress(ValueError):
             number = float(cell)
-            if abs(number) < _EXACT or _is_same(cell, number, kind):
+            if abs(number) < EXACT_INTEGER or _is_same(cell, number, kind):
                 return number
     shown = repr(cell) if len(cell) <= 40 else repr(cell[:37] + "…")
     raise SourceError(
@@ -412,7 +411,7 @@ def _cell_values(cells: Sequence[str], kind: str, name: str) -> Sequence[object]
         return [TRUTHS[cell] for cell in cells]
     if "[" not in kind and "float" in kind:
         numbers = list(map(float, cells))
-        if not all(-_EXACT < number < _EXACT or number != number for number in numbers):
+        if not all(-EXACT_INTEGER < number < EXACT_INTEGER or number != number for number in numbers):
             raise ValueError("numbers that float64 may change")
         return numbers
     if "[" not in kind and "int" in kind:

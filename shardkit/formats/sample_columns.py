@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from shardkit.errors import SampleError
 
 from .block import PayloadColumn, payloads_of
+from .json_values import encode_json
 from .schema import FieldType, Schema, encode_value, presence_of
-from .values import Unfit, convert_items, encode_json
+from .values import Unfit, convert_items
 
-_LARGEST_INT64 = 2**63 - 1
-_EXACT = 2**53  # a float64 holds every integer up to this
+LARGEST_INT64: Final = 2**63 - 1
+EXACT_INTEGER: Final = 2**53
+"""Largest integer up to which float64 holds every one."""
 
 
 def encode_rows(
@@ -104,7 +106,12 @@ def _numbers(values: Sequence[Any], types: set[type]) -> NDArray[Any]:
     if types == {float}:
         return np.array(values)
     if types == {int}:
-        return np.array(values, np.uint64 if max(values) > _LARGEST_INT64 else np.int64)
-    if types == {int, float} and all(abs(value) <= _EXACT for value in values if type(value) is int):
+        return np.array(values, np.uint64 if max(values) > LARGEST_INT64 else np.int64)
+    if types == {int, float} and all(abs(value) <= EXACT_INTEGER for value in values if type(value) is int):
         return np.array(values, np.float64)
     raise Unfit("not numbers of one type")
+
+
+def is_exact(integer: int) -> bool:
+    """Return True if float64 holds an integer, of up to 64 bits."""
+    return abs(integer) <= EXACT_INTEGER or (abs(integer) < 2**64 and int(float(integer)) == integer)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from shardkit.errors import FormatError, SampleError, SchemaError
 from shardkit.ranges import shown
 
+from .json_values import decode_json, encode_json
 from .values import (
-    MAX_JSON_DEPTH,
     Logical,
     Unfit,
     check_bools,
     convert_items,
-    encode_json,
     encode_number,
     exact_integers,
     pack_array,
@@ -478,26 +476,3 @@ def _decode(kind: FieldType, payload: bytes | memoryview) -> object:
     if kind.logical is not None:
         return kind.logical.value(values[0].item())
     return values[0].item() if kind.kind == "scalar" else values.reshape(kind.shape or -1).copy()
-
-
-def decode_json(payload: bytes | memoryview, name: str) -> object:
-    """Return the value of a json payload.
-
-    Raises:
-        FormatError: The payload is not JSON, or nested too deep.
-    """
-    try:
-        return _DECODER.decode(str(payload, "utf-8"))
-    except RecursionError:
-        raise FormatError(
-            f"field {name!r}: JSON is nested too deep, expected at most {MAX_JSON_DEPTH}"
-        ) from None
-    except ValueError as error:
-        raise FormatError(f"field {name!r}: no JSON: {error}") from None
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)  # `json.loads` makes one for every value

@@ -1,4 +1,4 @@
-"""Values and their bytes: dates, times and decimals; numbers and JSON; arrays of varying shape and lists (SPEC.md §1).
+"""Values and their bytes: dates, times and decimals; numbers; arrays of varying shape and lists (SPEC.md §1).
 
 A date, time or decimal is stored and gathered as an integer; samples and tables show the value. A packed value is one
 byte string that contains its own shape: an array is a .npy file of version 1.0; a list is its count, its sizes (u64
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
-import json
 import re
 import struct
 from collections.abc import Sequence
@@ -40,11 +39,6 @@ _ISO_DURATION = re.compile(r"(-?)PT([0-9]+)(?:\.([0-9]{1,9}))?S\Z")
 _EPOCH_DAY = dt.date(1970, 1, 1).toordinal()
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _DOUBLE = struct.Struct("<d")
-# made once: `json.dumps` with such settings makes one for each value
-_JSON_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-MAX_JSON_DEPTH = 200
-"""Maximum nesting of lists and objects in a value of a json field."""
-
 _MOST_DIGITS = 18  # every decimal with this many digits fits int64
 
 
@@ -389,45 +383,6 @@ def unpack_list(payload: bytes | memoryview) -> list[bytes]:
 
 class Unfit(Exception):
     """The reason why a value cannot be encoded."""
-
-
-def encode_json(value: object, *, is_parsed: bool = False) -> bytes:
-    """Return a value as JSON; raise Unfit if it cannot be read back unchanged.
-
-    `is_parsed`: the value was parsed from JSON, so that it is not read back to find out.
-    """
-    try:
-        text = _JSON_ENCODER.encode(value)
-        payload = text.encode()
-        # A round trip in C proves cheaply that no key was converted to text; tuples need the slower check.
-        is_unsure = not is_parsed and json.loads(text) != value
-        if is_unsure or payload.count(b"[") + payload.count(b"{") > MAX_JSON_DEPTH:
-            _check_json(value)
-    except RecursionError:
-        raise Unfit(f"it nests deeper than {MAX_JSON_DEPTH}") from None
-    except (TypeError, ValueError, OverflowError) as error:
-        if "Out of range float" in str(error):
-            raise Unfit("JSON has no NaN and no infinity; store null, or text (a type such as str)") from None
-        raise Unfit(str(error)) from None
-    return payload
-
-
-def _check_json(value: object) -> None:
-    level: list[object] = [value]
-    for _ in range(MAX_JSON_DEPTH + 1):
-        inner: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                bad = next((key for key in item if not isinstance(key, str)), None)
-                if bad is not None:
-                    raise TypeError(f"JSON keys are str, got {bad!r}")
-                inner.extend(item.values())
-            elif isinstance(item, (list, tuple)):
-                inner.extend(item)
-        if not inner:
-            return
-        level = inner
-    raise ValueError(f"it nests deeper than {MAX_JSON_DEPTH}")
 
 
 def encode_number(dtype: np.dtype[Any], value: object) -> bytes | None:

@@ -104,9 +104,8 @@ class BlockWindow:
         self._blocks: dict[int, _Block] = {}  # by number
         self._in_slot: list[_Block | None] = []
         self._free: list[int] = []  # slots
-        self._evicted: dict[
-            int, _Block
-        ] = {}  # blocks that the plan has evicted and whose last step is not over
+        # blocks that the plan has evicted, whose last step is not over
+        self._evicted: dict[int, _Block] = {}
         self._bytes = self._planned = 0
         self._failed: dict[int, tuple[_Block, BaseException]] = {}  # job → block and the error of loading
         self.loop = self._epochs = 0
@@ -197,10 +196,9 @@ class BlockWindow:
             after = np.zeros(len(missing), np.int64)
             heap = self._by_last_use()
             for n, place in enumerate(missing.tolist()):
+                # otherwise the trainer waits 5 ms for the interpreter after each copy
                 if n % _BLOCKS_A_TURN == _BLOCKS_A_TURN - 1:
-                    time.sleep(
-                        _TURN_S
-                    )  # otherwise the trainer waits 5 ms for the interpreter after each copy
+                    time.sleep(_TURN_S)
                 cost = int(sizes[place])
                 after[n] = self._make_room(heap, cost, int(first[place]))
                 one = found[place] = self._new_block(numbers[place], int(last[place]), cost)

@@ -283,9 +283,8 @@ class ScannedBlocks:
     def _range_columns(self) -> dict[str, Any]:
         if not any(block.spans for block in self._blocks):
             return {}
-        table = np.array(
-            [block.spans for block in self._blocks], np.uint64
-        )  # (blocks, fields, start and stop)
+        # (blocks, fields, start and stop)
+        table = np.array([block.spans for block in self._blocks], np.uint64)
         ranges = [block.digests[span] for block in self._blocks for span in block.spans]
         return {
             "range_offset": table[:, :, 0].copy(),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
+from shardkit.formats.foreign_blocks import OFFSET_BYTES
 from shardkit.formats.line_blocks import LineName, LineRows, LineSettings
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.adopting.files import (
@@ -32,8 +33,6 @@ from shardkit_tools.importers.line_importer import LineBlock, LineImporter, Pars
 from shardkit_tools.importers.line_ranges import line_starts, rows_to_infer, whole_lines
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_each
-
-_OFFSET_BYTES = 16  # memory per value of a field of variable size
 
 
 @dataclass(frozen=True)
@@ -221,6 +220,6 @@ class _LineScan:
 def _row_memory(schema: Schema) -> int:
     """Return the bytes that a row takes when it is decoded, without the bytes of values of variable size."""
     return sum(
-        (_OFFSET_BYTES if kind.item_bytes is None else kind.item_bytes) + kind.optional
+        (OFFSET_BYTES if kind.item_bytes is None else kind.item_bytes) + kind.optional
         for kind in schema.values()
     )

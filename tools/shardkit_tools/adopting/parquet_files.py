@@ -15,6 +15,7 @@ import pyarrow as pa
 from shardkit.errors import SourceError
 from shardkit.formats import FieldType
 from shardkit.formats.foreign_blocks import (
+    OFFSET_BYTES,
     PARQUET_MAGIC,
     SparseFile,
     chunk_span,
@@ -178,7 +179,6 @@ def _field_span(
 
 # ---- Memory of decoded columns
 
-_OFFSET_BYTES = 16  # per value of a field of variable size
 _JSON_BYTES = 12  # quotes, separators and digits of a member of a JSON object
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _DATA, _DICTIONARY, _DATA_2 = 0, 2, 3  # types of pages
@@ -209,7 +209,7 @@ def field_memory(kind: FieldType, rows: int, chunks: Iterable[Chunk]) -> ColumnM
     total = rows if kind.optional else 0
     if kind.item_bytes is not None:
         return ColumnMemory(total + rows * kind.item_bytes)
-    total += _OFFSET_BYTES * rows
+    total += OFFSET_BYTES * rows
     items = kind.items or kind
     for chunk in chunks:
         found = _chunk_memory(*chunk, items.numpy_dtype.itemsize if items.dtype else 0)

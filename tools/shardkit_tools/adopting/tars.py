@@ -117,9 +117,8 @@ class _TarScan:
         self._labels: tuple[str, ...] = ()  # their values of the axes
         self._runs = LabelRuns(self.axes)
         self._ended: list[_Block] = []  # blocks whose values are not checked yet
-        self._block_start = self._taken = (
-            0  # offsets of the current block, and of the first that is not checked
-        )
+        # offsets of the current block, and of the first that is not checked
+        self._block_start = self._taken = 0
         self._path = self.task.file.path
         self._types = dict(self.schema)  # faster than a mapping of Python
         self._optional = {name for name, kind in self.schema.items() if kind.optional}

@@ -38,6 +38,7 @@ from shardkit.formats.line_blocks import (
     csv_rows,
     even_rows,
 )
+from shardkit.formats.sample_columns import is_exact
 from shardkit_tools.importers.line_importer import (
     LineBlock,
     LineImporter,
@@ -66,7 +67,6 @@ _INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
 _NOT_FINITE = re.compile(r"(?:nan|NaN|[+-]?(?:inf|Inf|Infinity|infinity))\Z")
 _INT64 = range(-(2**63), 2**63)
-_EXACT = 2**53  # float64 holds every integer up to this
 _MOST_DIGITS = 30  # more than an int64 has, less than Python converts
 UTF8 = "utf-8"
 _PLAIN_CELLS = {
@@ -308,9 +308,7 @@ def _kind(cell: str) -> str:
         return ""
     if _INTEGER.match(cell):
         number = int(cell[:_MOST_DIGITS])
-        if abs(number) <= _EXACT:
-            return "int64"
-        return "str" if number not in _INT64 else "int64" if int(float(number)) == number else "inexact"
+        return "str" if number not in _INT64 else "int64" if is_exact(number) else "inexact"
     if _NUMBER.match(cell):
         return "str" if math.isinf(float(cell)) else "float64"
     if _NOT_FINITE.match(cell):

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.extras import shell_word
+from shardkit.formats.json_values import MAX_JSON_DEPTH
 from shardkit.formats.line_blocks import ONE_A_LINE, json_rows, object_of
-from shardkit.formats.values import MAX_JSON_DEPTH
 from shardkit_tools.importers.json_arrays import read_array
 from shardkit_tools.importers.json_types import SCAN_ROWS, TypeInference, check_rows
 from shardkit_tools.importers.line_importer import (
@@ -59,15 +59,14 @@ class JsonLinesImporter(LineImporter):
         octets, starts = np.frombuffer(lines, np.uint8), line_starts(lines)
         if (octets[starts] != ord("{")).any() or (b"\\" in lines and _HALF_CHARACTER.search(lines)):
             return None
-        opened = np.count_nonzero(octets == ord("{")) + np.count_nonzero(octets == ord("["))
-        if opened > len(starts) + MAX_JSON_DEPTH:  # a line may nest too deeply
-            in_lines = np.diff(
-                np.searchsorted(
-                    np.flatnonzero((octets == ord("{")) | (octets == ord("["))), np.append(starts, len(lines))
-                )
-            )
-            if (in_lines > MAX_JSON_DEPTH).any():
-                return None
+        opens = (octets == ord("{")) | (octets == ord("["))
+        if (
+            np.count_nonzero(opens) > len(starts) + MAX_JSON_DEPTH
+            and (  # a line may nest too deeply
+                np.add.reduceat(opens, starts, dtype=np.int64) > MAX_JSON_DEPTH
+            ).any()
+        ):
+            return None
         return starts
 
     def blocks(self, file: SourceFile, pieces: Iterable[bytes], first_line: int = 0) -> Iterator[LineBlock]:

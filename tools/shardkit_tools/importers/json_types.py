@@ -16,6 +16,7 @@ from typing import Any
 
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.extras import shell_word
+from shardkit.formats.sample_columns import EXACT_INTEGER, LARGEST_INT64, is_exact
 from shardkit_tools.importers.protocol import MIXED
 
 SCAN_ROWS = 100_000
@@ -38,8 +39,7 @@ _TYPES: dict[str, set[type]] = {
     "str": {str},
     "json": {dict, list},
 }
-_MIN_INT64, _MAX_INT64, _MAX_UINT64 = -(2**63), 2**63 - 1, 2**64 - 1
-_EXACT = 2**53  # float64 holds every integer up to this
+_MIN_INT64, _MAX_UINT64 = -(2**63), 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class _FieldFacts:
         low, high = min(integers), max(integers)
         return (
             (low >= 0 or (self.negative and low >= _MIN_INT64))
-            and (high <= _MAX_INT64 or (self.unsigned and high <= _MAX_UINT64))
-            and (max(-low, high) <= _EXACT or self.inexact is not None)
+            and (high <= LARGEST_INT64 or (self.unsigned and high <= _MAX_UINT64))
+            and (max(-low, high) <= EXACT_INTEGER or self.inexact is not None)
         )
 
     def learn(self, name: str, value: object, where: str) -> _FieldFacts:
@@ -87,8 +87,8 @@ class _FieldFacts:
         return replace(
             known,
             negative=self.negative or value < 0,
-            unsigned=self.unsigned or value > _MAX_INT64,
-            inexact=self.inexact if _is_exact(value) else value,
+            unsigned=self.unsigned or value > LARGEST_INT64,
+            inexact=self.inexact if is_exact(value) else value,
         )
 
     def conclude(self, name: str) -> str:
@@ -260,7 +260,6 @@ def _misfits(name: str, kind: str, values: Sequence[Any], *, is_given: bool) -> 
             yield row, f"field {name!r} is null, {unseen}"
         else:
             better = "float64" if isinstance(value, float) else "json"
-            better = "float64" if isinstance(value, float) else "json"
             why = f"field {name!r} is {_short(value)}, but {kind} was inferred from the rows before it"
             yield row, f"{why}; mend the row, or pass --schema {word}={better}"
 
@@ -269,11 +268,7 @@ def _holds(plain: str, value: object) -> bool:
     """Return False if a type changes an integer."""
     if type(value) is not int or plain == "int64":  # beyond int64, the schema refuses it
         return True
-    return 0 <= value <= _MAX_UINT64 if plain == "uint64" else _is_exact(value)
-
-
-def _is_exact(value: int) -> bool:
-    return abs(value) <= _EXACT or (abs(value) < 2**64 and int(float(value)) == value)
+    return 0 <= value <= _MAX_UINT64 if plain == "uint64" else is_exact(value)
 
 
 def _short(value: object) -> str:

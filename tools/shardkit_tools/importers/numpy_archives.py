@@ -72,12 +72,13 @@ def stored_spans(data: bytes, arrays: Sequence[ArchiveMember]) -> dict[str, tupl
     spans: dict[str, tuple[int, int]] = {}
     with _open_archive(arrays[0].file, io.BytesIO(data)) as members:
         for one in arrays:
-            with _naming(one.file, one.member), one.open_checked(members):
+            with _naming(one.file, one.member):
                 member = members.getinfo(one.member)
+                if member.compress_type != zipfile.ZIP_STORED:
+                    return None
+                one.open_checked(members).close()
                 # the header before a member has a size of its own: APPNOTE.TXT, section 4.3.7
                 sizes = struct.unpack_from("<HH", data, member.header_offset + _LOCAL_HEADER_BYTES - 4)
-            if member.compress_type != zipfile.ZIP_STORED:
-                return None
             start = member.header_offset + _LOCAL_HEADER_BYTES + sum(sizes) + one.header.offset
             spans[one.field] = start, start + one.header.shape[0] * one.header.row_bytes
     return spans
