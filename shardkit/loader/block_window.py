@@ -203,7 +203,6 @@ class BlockWindow:
                 after[n] = self._make_room(heap, cost, int(first[place]))
                 one = found[place] = self._new_block(numbers[place], int(last[place]), cost)
                 heappush(heap, one.last + 1 << _SLOT_BITS | one.slot)
-            self._counts.peak_bytes = max(self._counts.peak_bytes, self._bytes)
             slots = np.array([one.slot for one in found if one is not None], np.int64)
             base = self._add(group.blocks[missing], own[missing], slots[missing], first[missing], after)
             of_steps = np.searchsorted(first[missing], np.arange(origin, self._planned), side="right")
@@ -241,6 +240,8 @@ class BlockWindow:
             self.queue.grow(slot + 1)
         one = self._blocks[number] = self._in_slot[slot] = _Block(number, slot, last, self._epochs, cost)
         self._bytes += cost
+        # not after the group: a large block may be evicted for later steps of it
+        self._counts.peak_bytes = max(self._counts.peak_bytes, self._bytes)
         return one
 
     def _evict(self, one: _Block) -> None:
