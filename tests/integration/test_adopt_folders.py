@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -328,7 +329,7 @@ def test_texts_and_names_of_every_kind(tmp_path: Path) -> None:
     build(str(folder), tmp_path / "built", options=ImportOptions(classes=False), shuffle=False)
     found = samples_of(tmp_path / "root")
     assert [sample["text"].encode() for sample in found] == [
-        (folder / name).read_bytes() for name in sorted(names)
+        (folder / name).read_bytes().removeprefix(BOM_UTF8) for name in sorted(names)
     ]
     assert found == samples_of(tmp_path / "built")
 

@@ -10,6 +10,7 @@ import json
 import re
 import tarfile
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -684,6 +685,40 @@ def test_bytes_after_an_array_are_refused(way: Way, tmp_path: Path) -> None:
 
 
 @WAYS
+@pytest.mark.parametrize("place", ["a.txt", "a.tar", "folder", "lines"])
+def test_a_byte_order_mark_is_no_part_of_a_text(way: Way, place: str, tmp_path: Path) -> None:
+    source: Path = tmp_path / place
+    options: dict[str, Any] = {}
+    if place == "a.tar":
+        marked = [("a.txt", BOM_UTF8 + b"one"), ("a.json", BOM_UTF8 + b'{"x": 1}')]
+        source.write_bytes(tar_of([*marked, ("b.txt", b"two"), ("b.json", b"{}")]))
+    elif place == "folder":
+        source.mkdir()
+        for name, text in (("a", BOM_UTF8 + b"one"), ("b", b"two")):
+            (source / f"{name}.png").write_bytes(PNG)
+            (source / f"{name}.txt").write_bytes(text)
+    else:
+        source.write_bytes(BOM_UTF8 + b"one" + b"\ntwo" * (place == "lines"))
+        options = {"from_": "text", "per": "line"} if place == "lines" else {}
+    if place == "lines" and way is adopted:
+        pytest.skip("adopted texts are whole files")
+    rows, _ = way(source, tmp_path / "root", **options)
+    assert [row["text"] for row in rows] == ["one", "two"][: 1 if place == "a.txt" else 2]
+    if place == "a.txt":
+        rows, _ = way(source, tmp_path / "octets", field_types={"text": "bytes"})
+        assert rows[0]["text"] == BOM_UTF8 + b"one"
+    assert not verify(str(tmp_path / "root"), level="decode").exit_code
+
+
+@WAYS
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_compressed_lines_without_their_extension_are_named(way: Way, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b"x\n1\n"))
+    with pytest.raises(ShardkitError, match=r"compressed.*name it \.gz"):
+        way(tmp_path / name, tmp_path / "root")
+
+
+@WAYS
 @pytest.mark.parametrize("size", [1, 100_000])
 def test_a_compressed_tar_without_its_extension_is_named(way: Way, size: int, tmp_path: Path) -> None:
     noise = np.random.default_rng(0).bytes(size)
@@ -809,6 +844,31 @@ def test_an_error_of_one_row_says_that_a_build_can_leave_it_out(
         adopted(tmp_path / "a.parquet", tmp_path / "root", skip=True, field_types=types)
     rows, _ = built(tmp_path / "a.parquet", tmp_path / "built", skip=True, field_types=types)
     assert len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "kind", "options"),
+    [
+        ({"x": 1.0}, {"x": float("nan")}, None, {}),
+        ([1, 2], [1, None], None, {}),
+        ([1, 2], [1, None], None, {"write_statistics": False}),
+        ({"bytes": b"a", "path": "a.png"}, {"bytes": None, "path": "b.png"}, None, {}),
+        ("a", None, "str", {}),
+        (1.0, 1e300, "float32", {}),
+        ([1, 2], [3], "int64[2]", {}),
+        ("1", "{", "json", {}),
+    ],
+    ids=["nan", "null", "statistics", "path", "no-value", "overflow", "shape", "json"],
+)
+def test_a_value_of_a_later_row_group_that_does_not_fit_is_found_by_the_adoption(
+    good: object, bad: object, kind: str | None, options: dict[str, Any], tmp_path: Path
+) -> None:
+    table = pa.table({"x.y": [good] * 9 + [bad]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=5, **options)
+    types = {} if kind is None else {"x.y": kind}
+    for way in (built, adopted):
+        with pytest.raises(ShardkitError, match=r"a\.parquet row 9.*x\.y"):
+            way(tmp_path / "a.parquet", tmp_path / "root", field_types=types)
 
 
 @WAYS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -81,7 +82,7 @@ class FolderFiles(AdoptableFiles):
             for found in self.importer.read(self.importer.tasks()[task.number]):
                 if isinstance(found, SourceSample):
                     try:
-                        size = scan.add(found, row_name(found, {}))
+                        size = scan.add(found, files[found.source_name].size, row_name(found, {}))
                     except SampleError as error:
                         found = SourceFailure(found.source_name, found.source_row, error)
                     else:
@@ -116,8 +117,8 @@ class _GroupScan:
     _rows: list[list[tuple[int, int]]] = field(default_factory=list)
     _labels: tuple[str, ...] = ()  # values of the axes in the current block
 
-    def add(self, row: SourceSample, where: str) -> int:
-        """Add a row, and return the bytes of its file.
+    def add(self, row: SourceSample, file_bytes: int, where: str) -> int:
+        """Add a row, whose file has `file_bytes`, and return these.
 
         Raises:
             SampleError: A value does not fit the schema.
@@ -127,8 +128,11 @@ class _GroupScan:
         if self._files and (len(self._files) == self.block_rows or labels != self._labels):
             self._end_block()
         self._labels = labels
-        self._rows.append([self._place(name, kind, payloads) for name, kind in self.schema.items()])
-        data = payloads[self.own]
+        # a byte-order mark belongs to the file, and not to the text
+        data = (BOM_UTF8 if len(payloads[self.own]) < file_bytes else b"") + payloads[self.own]
+        self._rows.append(
+            [self._place(name, kind, payloads, len(data)) for name, kind in self.schema.items()]
+        )
         self._files.append(data)
         self._size += len(data)
         self._hashes.append(xxh3(data))
@@ -136,10 +140,13 @@ class _GroupScan:
         self.keys.append(row.key or row.source_name)
         return len(data)
 
-    def _place(self, name: str, kind: FieldType, payloads: dict[str, bytes]) -> tuple[int, int]:
+    def _place(
+        self, name: str, kind: FieldType, payloads: dict[str, bytes], file_bytes: int
+    ) -> tuple[int, int]:
         """Return (offset in the files or in the values, bytes) of a field; offset -1 for an absent value."""
         if name == self.own:
-            return self._size, len(payloads[name])
+            size = len(payloads[name])
+            return self._size + file_bytes - size, size
         if kind.optional and not payloads[presence_of(name)][0]:
             return -1, 0
         start = len(self._stored)

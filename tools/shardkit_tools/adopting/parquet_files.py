@@ -5,7 +5,7 @@ The memory of decoded columns is known from the footer and the headers of pages;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, BinaryIO, NamedTuple
@@ -32,6 +32,7 @@ from shardkit_tools.adopting.encoded_blocks import (
 )
 from shardkit_tools.adopting.files import BUILD_INSTEAD, AdoptTask, FilePass, Report, ScannedFile, read_some
 from shardkit_tools.importers.protocol import SourceFile
+from shardkit_tools.importers.table_columns import type_text
 from shardkit_tools.importers.tables import ParquetImporter, read_groups
 
 _PIECE_BYTES = 1 << 20
@@ -65,13 +66,16 @@ class ParquetFiles(TableFiles):
             blocks.stream.seek(0)
             blocks.add_head(blocks.read(borders[0]))
             report(0, borders[0])
+            types = {
+                name: type_text(columns.field(name).type) for name in self.schema if name in columns.names
+            }
             for group, leaves, (start, stop) in zip(groups, spans, pairwise(borders), strict=True):
                 what, facts = f"row group {group}", footer.row_group(group)
                 found.check_size(what, max(stop - start, facts.total_byte_size))
                 data = blocks.read(stop - start)
                 fields = [_field_span(name, owners, leaves, start) for name in self.schema]
                 blocks.add(data, facts.num_rows, fields)
-                own = _RowGroup(file, footer, group, owners, memoryview(data), start)
+                own = _RowGroup(file, footer, group, owners, types, memoryview(data), start)
                 found.add(what, facts.num_rows, self._check(found, what, own, is_first=not found))
                 report(facts.num_rows, len(data))
             left = file.size - len(common) - borders[-1]
@@ -86,7 +90,7 @@ class ParquetFiles(TableFiles):
         return found.scanned("parquet", blocks, common)
 
     def _check(self, found: EncodedBlocks, what: str, group: _RowGroup, *, is_first: bool) -> int:
-        """Return the memory of a row group, and decode what must be decoded to know it.
+        """Return the memory of a row group, and decode fields whose memory is unknown or whose values may not fit.
 
         The beginning of the first file is decoded, because most values that do not fit their field are in every row.
         """
@@ -100,7 +104,9 @@ class ParquetFiles(TableFiles):
             chunks = group.chunks(name)
             expected = field_memory(kind, rows, chunks)
             own = expected.num_bytes
-            if own is None or any(chunk.facts.physical_type == "INT96" for chunk in chunks):
+            if own is None or (
+                chunks and (group.types[name] != str(kind.required) or _may_misfit(name, kind, chunks))
+            ):
                 most_rows = max(1, MAX_BLOCK_BYTES // expected.longest) if expected.longest else None
                 own = found.decode(what, group.batches([name], most_rows), [name], rows)
             total += own
@@ -115,6 +121,7 @@ class _RowGroup:
     footer: Any
     number: int
     owners: Sequence[str]  # column of each leaf column
+    types: Mapping[str, str | None]  # column → field type that has all values of its Arrow type
     data: memoryview
     start: int  # where it begins in the file
 
@@ -175,6 +182,24 @@ def _field_span(
     if not own:
         return 0, 0
     return min(start for start, _ in own) - block, max(stop for _, stop in own) - block
+
+
+def _may_misfit(name: str, kind: FieldType, chunks: Iterable[Chunk]) -> bool:
+    """Return True if a value that the Arrow type of a column has may not be one of its field, such as a null."""
+    for facts, leaf, _ in chunks:
+        inner = leaf.path[len(name) + 1 :]
+        if kind.kind == "json":
+            if facts.physical_type in ("FLOAT", "DOUBLE", "FIXED_LEN_BYTE_ARRAY"):  # NaN and infinity
+                return True
+        elif facts.physical_type == "INT96":
+            return True
+        elif (inner or not kind.optional) and not (kind.kind == "bytes" and inner == "path"):
+            counted = facts.statistics if facts.is_stats_set else None
+            if leaf.max_definition_level and (
+                counted is None or not counted.has_null_count or counted.null_count
+            ):
+                return True
+    return False
 
 
 # ---- Memory of decoded columns

@@ -7,6 +7,7 @@ copied. Memory: one block, or 1 MiB of smaller ones, one sample, and the index.
 from __future__ import annotations
 
 import io
+from codecs import BOM_UTF8
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -228,7 +229,7 @@ class _TarScan:
         if kind.is_packed:
             raise SourceError(f"{where}: {kind} cannot be read where it lies; {BUILD_INSTEAD}")
         if kind.is_opaque:
-            return 0, member.size
+            return _text_span(kind, member)
         if is_payload:
             header = read_header(io.BytesIO(member.data), where, member.size, has_rows=False)
             note = ", column by column (Fortran order)" * header.columns_first
@@ -270,9 +271,18 @@ class _TarScan:
             if member is None:
                 places.append((0, 0))
             else:
-                skipped, size = (0, member.size) if is_member else self._locate(name, member)
+                skipped, size = _text_span(kind, member) if is_member else self._locate(name, member)
                 places.append((member.offset - self._taken + skipped, size))
         return np.array(places, np.int64)
+
+
+def _text_span(kind: FieldType, member: Member) -> Span:
+    """Locate bytes, or a text without its byte-order mark."""
+    marked = kind.kind != "bytes" and member.buffer.startswith(
+        BOM_UTF8, member.begin, member.begin + member.size
+    )
+    skipped = len(BOM_UTF8) * marked
+    return skipped, member.size - skipped
 
 
 def _axis_value(kind: FieldType, data: bytes, *, is_payload: bool) -> int | str:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError, UsageError
 from shardkit.extras import shell_word
+from shardkit.formats.compression import PACKED_HEADS
 from shardkit.formats.line_blocks import (
     MISSING,
     TRUTHS,
@@ -137,6 +138,10 @@ class CsvImporter(LineImporter):
         """Return the names of the columns of a file, in order."""
         if not file.size:
             raise SourceError(f"{file.path}: an empty file; write it again, or leave it out: --on-error skip")
+        with open_plain(file) as stream:
+            head = stream.read(8)
+        if suffix := next((PACKED_HEADS[one] for one in PACKED_HEADS if head.startswith(one)), ""):
+            raise SourceError(f"{file.path}: it is compressed; name it .{suffix}")
         lines = (line for piece in self.pieces(file) for line in piece.splitlines(keepends=True))
         block = next(parse_pieces(file, lines, self.parser(file)), None)
         header: list[str] | SourceError = block.rows[0] if block is not None and block.rows else []

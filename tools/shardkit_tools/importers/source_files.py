@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import zlib
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -252,9 +253,9 @@ def _read_local(descriptor: int, size: int) -> bytes:
 
 
 def text_of(data: bytes, where: str, advice: str) -> str:
-    """Return bytes as text; raise SourceError with advice unless they are UTF-8."""
+    """Return bytes as text without a byte-order mark; raise SourceError with advice unless they are UTF-8."""
     try:
-        return data.decode()
+        return data.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{data[error.start]:02x}"
         raise SourceError(f"{where}: not UTF-8 ({byte}); {advice}") from error

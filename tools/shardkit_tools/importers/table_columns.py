@@ -141,7 +141,7 @@ def _is_flattened(field: Any, options: ImportOptions) -> bool:
 
 
 def _column_type(column: Any, arrays: Mapping[str, str], options: ImportOptions, where: str) -> str:
-    inferred = _type_text(column.type) or (MIXED if options.unchecked else None)
+    inferred = type_text(column.type) or (MIXED if options.unchecked else None)
     held = column.type.storage_type if isinstance(column.type, pa.BaseExtensionType) else column.type
     if inferred == "json" and is_list(held):
         return arrays.get(column.name, inferred)
@@ -261,9 +261,9 @@ def _common_schema(source: Source, schemas: Sequence[Any], options: ImportOption
                     f"{file.path}: column {name!r} is {column.type}, but {known.type} in {first[name]}, and no type "
                     f"holds both; make the files alike, or say the type: --schema {shell_word(name)}=str"
                 )
-            if not {_type_text(known.type), _type_text(column.type)} <= {_type_text(common.type), "json"}:
+            if not {type_text(known.type), type_text(column.type)} <= {type_text(common.type), "json"}:
                 widened[name] = (
-                    f"{name} is {_type_text(common.type)}, because it is {known.type} in {first[name]} and "
+                    f"{name} is {type_text(common.type)}, because it is {known.type} in {first[name]} and "
                     f"{column.type} in {file.name}"
                 )
             fields[name] = common
@@ -296,7 +296,8 @@ def _common_field(known: Any, other: Any) -> Any:
 # ---- Kinds of columns
 
 
-def _type_text(kind: Any) -> str | None:
+def type_text(kind: Any) -> str | None:
+    """Return the field type of an Arrow type, or None if the user must say it."""
     kind = held_type(kind)
     if is_number(kind):
         return _number_name(kind)
@@ -310,7 +311,7 @@ def _type_text(kind: Any) -> str | None:
     shape, item = fixed_shape(kind.value_type if free else kind)
     if is_number(item):
         return f"{_number_name(item)}[{','.join([*free, *map(str, shape)])}]"
-    if free and _type_text(kind.value_type) == "bytes":
+    if free and type_text(kind.value_type) == "bytes":
         return "bytes[*]"
     return "json" if _is_json(kind) else None
 
