@@ -44,17 +44,17 @@ docs: $(DOCS_STAMP)  ## the site, below build/docs/site; no network once its pac
 
 test: $(STAMP)  ## the whole suite, fast tests first
 	@echo "unit, property, integration (processes, S3, torchrun), faults, compat; about 15 minutes on two processors"
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 quick: $(STAMP)  ## unit and property tests without the slow ones, in about two minutes: for every edit
 	@echo "unit and property tests with fewer examples, without those marked slow or drill; all tests: make test"
-	SHARDKIT_HYPOTHESIS=quick $(BIN)/pytest -q -n $(JOBS) tests/unit tests/property -m "not slow and not drill"
+	SHARDKIT_HYPOTHESIS=quick $(BIN)/pytest -q -n $(JOBS) --dist worksteal tests/unit tests/property -m "not slow and not drill"
 
 sanitize: $(STAMP)  ## the loader's compiled module with ASAN and UBSAN, under its property tests
 	@BIN="$(BIN)" sh tools/sanitize.sh
 
 drills: $(STAMP)  ## the long fault drills at their stated counts; results go to tools/bench/results/
-	SHARDKIT_DRILLS=full $(BIN)/pytest -n $(JOBS) -m drill
+	SHARDKIT_DRILLS=full $(BIN)/pytest -n $(JOBS) --dist worksteal -m drill
 
 clean:
 	rm -rf $(VENV) build/docs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import re
 import shutil
@@ -55,7 +56,7 @@ if (
 ):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
-_ORDER = ("unit", "property", "slow", "simulation", "compat", "integration", "faults")
+_ORDER = ("unit", "property", "slow", "simulation", "integration", "compat", "faults")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -68,14 +69,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cheap rooms first, so that a mistake shows early; quick tests last, so that all workers end together."""
+    """Cheap rooms first, so that a mistake shows early, in as many shares as there are workers.
+
+    With ``--dist worksteal`` each worker gets a share and steals from others when it is done. A file's tests stay
+    together, because what a file's tests share is made once per worker.
+    """
 
     def rank(item: pytest.Item) -> tuple[int, Path]:
         room = item.path.relative_to(Path(__file__).parent).parts[0]
-        place = "slow" if item.get_closest_marker("slow") else room
-        return _ORDER.index(place) if place in _ORDER else len(_ORDER), item.path
+        if item.get_closest_marker("slow") and room in {"unit", "property"}:
+            room = "slow"
+        return _ORDER.index(room) if room in _ORDER else len(_ORDER), item.path
 
-    items.sort(key=rank)
+    shares: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))]
+    for _, file in itertools.groupby(sorted(items, key=rank), key=rank):
+        min(shares, key=len).extend(file)
+    items[:] = itertools.chain.from_iterable(shares)
     if _PROFILE == "quick":
         _try_fewer_examples(
             {getattr(test, "__func__", test) for test in (getattr(i, "obj", None) for i in items)}

@@ -151,6 +151,8 @@ def test_a_guide_runs(name: str, tmp_path: Path) -> None:
         pytest.importorskip(package)
     private = {n: v for n, v in os.environ.items() if not n.startswith("AWS_") and n != "BUCKET"}
     private["RAY_TMPDIR"] = "/tmp"  # paths of sockets are short
+    # Ray looks for lost machines every second, and waits 15 s for those that it has not missed yet.
+    private |= {"RAY_health_check_period_ms": "1000", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15"}
     done = subprocess.run(
         [sys.executable, "-W", "error", str(GUIDES / f"{name}.py")],
         env={**private, "TMPDIR": str(tmp_path), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
