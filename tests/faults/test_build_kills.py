@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import random
 import signal
@@ -30,48 +29,15 @@ from tests.faults.faulty_operations import FaultyOperations
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
 
-# One process: forked children build in one process and die at chosen operations; jobs 2 dies from outside.
 BUILDER = """
-import json, os, signal, sys
+import os, signal, sys
 import shardkit_tools
-from shardkit.stores.file_operations import FileOperations, substituted
-from shardkit_tools.building import build_run, engines
+from shardkit_tools.building import engines
 from shardkit_tools.importers import source_files
 
 SETTINGS = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
 engines.SMALL_BYTES = 0
 source_files._TASK_BYTES = 15_000
-
-class Dying(FileOperations):
-    def __init__(self, at):
-        self.left = at
-
-def dying(name):
-    real = getattr(FileOperations, name)
-    def call(self, *arguments):
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.left -= 1
-        return real(self, *arguments)
-    return call
-
-for name in ("create_file", "make_directory", "write", "fsync", "fsync_directory", "link", "rename", "unlink"):
-    setattr(Dying, name, dying(name))
-
-def run(source, root, at):
-    with substituted(Dying(at)):
-        shardkit_tools.build(source, root, **SETTINGS)
-
-def forked(source, root, at):
-    child = os.fork()
-    if child == 0:
-        try:
-            run(source, root, at)
-        except BaseException as error:
-            print(repr(error), file=sys.stderr, flush=True)
-            os._exit(3)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
 
 def tell(now):
     print(now.phase, now.reused, flush=True)
@@ -79,19 +45,15 @@ def tell(now):
         os.killpg(os.getpgrp(), signal.SIGINT)
 
 if __name__ == "__main__":
-    mode, source, root = sys.argv[1:4]
-    if mode == "at":
-        for at, where in json.loads(sys.argv[4]):
-            print(forked(source, f"{root}/{where}", at), flush=True)
-    else:
-        interrupt = mode == "interrupt"
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
-        try:
-            result = shardkit_tools.build(source, root, **SETTINGS, jobs=2, progress=tell)
-        except KeyboardInterrupt as error:
-            print(f"said: {error}", flush=True)
-            sys.exit(130)
-        print(f"id {result.manifest.id} {result.reused_tasks} {result.reused_shards}", flush=True)
+    mode, source, root = sys.argv[1:]
+    interrupt = mode == "interrupt"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
+    try:
+        result = shardkit_tools.build(source, root, **SETTINGS, jobs=2, progress=tell)
+    except KeyboardInterrupt as error:
+        print(f"said: {error}", flush=True)
+        sys.exit(130)
+    print(f"id {result.manifest.id} {result.reused_tasks} {result.reused_shards}", flush=True)
 """
 
 
@@ -141,34 +103,6 @@ def script(tmp_path: Path) -> str:
     path = tmp_path / "builder.py"
     path.write_text(BUILDER)
     return str(path)
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.drill
-def test_killed_at_chosen_operations_and_resumed(tmp_path: Path, script: str) -> None:
-    """SIGKILL at the n-th change of a file, twice per root, then the rest: one id. Deterministic."""
-    source = folder(tmp_path / "source")
-    counting = FaultyOperations(errno.EIO)
-    with substituted(counting):
-        expected = build(source, tmp_path / "whole")
-    source_of_moments = random.Random(20)
-    moments = [(source_of_moments.randrange(counting.num_calls), n) for n in range(drill_count(120))]
-    twice = [(source_of_moments.randrange(counting.num_calls // 2), n) for _, n in moments]
-    plan = [turn for pair in zip(moments, twice, strict=True) for turn in pair]
-    with start("at", script, source, str(tmp_path / "killed"), json.dumps(plan)) as process:
-        output, errors = process.communicate(timeout=600)
-    statuses = [int(line) for line in output.split()]
-    assert len(statuses) == len(plan), errors
-    assert all(status in (0, signal.SIGKILL) for status in statuses), errors
-    assert statuses.count(signal.SIGKILL) > len(plan) // 2
-    for _, n in moments:
-        root = tmp_path / "killed" / str(n)
-        if (root / "shardkit.json").exists():
-            check_nothing_torn(root)
-        assert build(source, root) == expected
-        check_nothing_torn(root)
-        Repository.open(root)  # sweeps
-        assert list((root / "tmp").iterdir()) == []
 
 
 @pytest.mark.usefixtures("small")

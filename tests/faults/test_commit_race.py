@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
+import shardkit
 from shardkit.errors import CommitConflict, CommitUnknown, StoreError
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
@@ -151,6 +152,35 @@ def test_threads_share_one_repository(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         acknowledged = list(pool.map(commit, range(64)))
     assert sorted(acknowledged) == sorted(entry.txn for entry in repository.log())
+
+
+def append_rows(root: Path, name: str) -> None:
+    """Append four rows, one by one; exit code 0 once each is in."""
+    for turn in range(4):
+        while True:
+            try:
+                with shardkit.create(root, {"n": "int64"}, append=True) as writer:
+                    writer.add({"n": turn}, key=f"{name}-{turn}")
+                break
+            except CommitConflict:
+                pass
+
+
+def test_racing_appends_are_all_in_or_told(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    with shardkit.create(root, {"n": "int64"}) as writer:
+        writer.add({"n": -1}, key="first")
+    context = multiprocessing.get_context("fork")
+    racers = [context.Process(target=append_rows, args=(root, name)) for name in "xy"]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(120)
+        assert racer.exitcode == 0
+    ds = shardkit.open(root)
+    appended = (f"{name}-{turn}" for name in "xy" for turn in range(4))
+    assert sorted(ds.key(sample) for sample in range(len(ds))) == sorted(["first", *appended])
+    assert len(Repository.open(root).log()) == 9
 
 
 # ---- Sixteen writers commit to one root while answers get lost: no commit is lost, none lands twice, the chain holds

@@ -22,6 +22,7 @@ from shardkit.errors import CommitConflict, IntegrityError, NotFoundError, Usage
 from shardkit.repository.locations import LocationRecord
 from shardkit.repository.policy import Policy
 from shardkit.repository.repository import Repository
+from shardkit.stores.local import LocalStore
 from shardkit.stores.store import object_name
 
 SCHEMA = {"secret": "str", "n": "int64", "kind": "str"}
@@ -256,3 +257,28 @@ def test_erasing_beside_a_damaged_version_takes_nothing_from_it(
         with pytest.raises(IntegrityError, match=r"nothing was deleted; run: shardkit repair .* --resume"):
             erase(f"{root}@first", keys=["key-00002"], reason="x")
         assert before <= set(repository.store.list_after("objects/"))
+
+
+def test_a_tag_that_races_is_withdrawn_before_anything_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, range(32))
+    old = Repository.open(tmp_path).refs["main"]
+    commit, delete, tags, named = Repository.commit, LocalStore.delete, [{"late": old}], list[bool]()
+
+    def tagged_first(self: Repository, *given: Any, **options: Any) -> Any:
+        if tags:
+            commit(Repository.open(tmp_path), set_tags=tags.pop(), message="late")
+        return commit(self, *given, **options)
+
+    def watched(self: LocalStore, name: str) -> None:
+        if name.startswith("objects/"):
+            named.append(old in Repository.open(tmp_path, read_only=True).tags.values())
+        delete(self, name)
+
+    monkeypatch.setattr(Repository, "commit", tagged_first)
+    monkeypatch.setattr(LocalStore, "delete", watched)
+    erase(str(tmp_path), keys=["key-00003"], reason="asked for")
+    assert named
+    assert not any(named)
+    assert "late" not in Repository.open(tmp_path).tags
