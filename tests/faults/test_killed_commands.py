@@ -290,7 +290,7 @@ def finish_erasure(folders: Folders) -> None:
 
 
 def resume_erasure(folders: Folders) -> None:
-    if resume_erasures(str(folders.work / "root")) or list(folders.work.glob("root/erasures/*/report.json")):
+    if resume_erasures(str(folders.work / "root")) or any(folders.work.glob("root/erasures/*/report.json")):
         check_erased(folders)
     else:  # killed before its plan was durable: nothing was begun, so there is nothing to go on with
         assert samples(folders.work) == samples(folders.before)
@@ -367,7 +367,7 @@ def finish_healing(folders: Folders, work: Callable[[Path], Any]) -> None:
     assert repair_all(folder).exit_code == 0
 
 
-def then(finish: Callable[[Folders, Any], None], work: Callable[[Path], object]) -> Any:
+def then(finish: Callable[..., None], work: Callable[[Path], object]) -> Any:
     return functools.partial(finish, work=work)
 
 
