@@ -8,7 +8,8 @@ from typing import Any
 
 from shardkit.documents import encode
 from shardkit.ledger import Ledger
-from shardkit.ledger.ledger import Tree, encode_line, leaf_hash, parse_lines
+from shardkit.ledger.ledger import encode_line, parse_lines
+from shardkit.ledger.trees import Tree, leaf_hash
 
 Event = dict[str, Any]
 HeadOf = Callable[[int], Event]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardkit.ledger.ledger import EMPTY_ROOT, HASH_BYTES, Tree, node_hash
+from shardkit.ledger.trees import EMPTY_ROOT, HASH_BYTES, Tree, node_hash
 
 
 def inclusion_proof(tree: Tree, index: int, size: int) -> list[bytes]:

@@ -12,7 +12,7 @@ from shardkit.errors import FormatError
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import AMENDMENT, CONFIGURATION, DEALT, active_amendments, is_applied
 from shardkit.ledger.decisions import DECISION
-from shardkit.ledger.journal import CELLS, META, JournalFile
+from shardkit.ledger.journal import CELLS, EVENT, META, JournalFile
 from shardkit.telemetry.records import json_object
 
 Event = dict[str, Any]
@@ -45,7 +45,7 @@ class _History:
         # amendments of the plan, undos of them, and the plans, starts and switches that apply them
         self.amendments: list[Event] = []
         self.decided: dict[str, int] = {}  # digest of a plan with a mixer → its first undecided stage
-        self.losses: dict[str, int] = {}  # number of records of each file of losses that events cover
+        self.losses = 0  # number of records of losses that events cover
         self._rules: dict[str, Callable[[Event], str]] = {
             "plan": self._plan,
             "start": self._start,
@@ -211,12 +211,9 @@ class _History:
         return self._check_position(event)
 
     def _losses(self, event: Event) -> str:
-        if not event["files"]:
-            return "covers no losses"
-        for name, first, end in event["files"]:
-            if first != self.losses.get(name, 0) or end <= first:
-                return f"does not continue the losses of {name} that an event before it covers"
-            self.losses[name] = end
+        if event["first"] != self.losses or event["end"] <= event["first"]:
+            return "does not continue the losses that an event before it covers"
+        self.losses = event["end"]
         return self._check_position(event)
 
     def _check_position(self, event: Event) -> str:
@@ -308,7 +305,7 @@ def check_order(files: Iterable[JournalFile], settled: Mapping[str, tuple[int, i
                     )
                 last, expected = entry.step, None
                 seen.clear()
-            else:
+            elif entry.kind == EVENT:
                 body = entry.document()
                 kind, subject = body.get("kind"), _subject(body)
                 if kind == "rewind":

@@ -17,7 +17,7 @@ from shardkit.ledger.decisions import (
     recorded_decisions,
     recorded_sums,
 )
-from shardkit.ledger.losses import Losses, former_losses, read_losses
+from shardkit.ledger.losses import former_losses
 from shardkit.plan import Mixer, Plan
 from shardkit.plan.mixers import MixFunction, find_mixer
 from shardkit.plan.plan import plan_of
@@ -166,10 +166,9 @@ def _short(values: tuple[int, ...]) -> str:
 def _check_sums(record: RunRecord, plan: Plan, decisions: list[Decision]) -> None:
     """Check the sums of losses in decisions against the losses that ranks noted."""
     every, wrong, missing = plan.mixture.every, list[int](), 0
-    try:
-        losses: Losses | None = read_losses(record.path, record.loss_legs()) if decisions else None
-    except (NotFoundError, FormatError):  # `check_losses` reports files that are damaged
-        losses = None
+    losses = None
+    with suppress(NotFoundError, FormatError):  # `check_losses` reports files that are damaged
+        losses = record.losses() if decisions else None
     for one in decisions:
         first = (one.stage - 2) * every
         try:
@@ -197,7 +196,8 @@ def _were_read(record: RunRecord, plan: Plan, decision: Decision) -> bool:
     """Return True if these losses were noted before the run went back and noted others."""
     first = (decision.stage - 2) * plan.mixture.every
     end = first + plan.mixture.every
-    for losses in former_losses(record.path, record.loss_legs(), first, end):
+    assert record.ledger is not None, "its losses were read"
+    for losses in former_losses(record.ledger, first, end):
         with suppress(FormatError):
             if recorded_sums(losses, plan, first, end)[0].equals(decision.losses):
                 return True

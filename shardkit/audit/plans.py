@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.audit.mixtures import has_decisions
-from shardkit.audit.run_record import RunRecord, consecutive
+from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.run_plans import Versions, configured_plans, recorded_plan_of
 from shardkit.errors import (
@@ -23,7 +23,7 @@ from shardkit.errors import (
     StoreError,
 )
 from shardkit.ledger import MASKED, SUBSTITUTED, step_digest
-from shardkit.ledger.ledger import StepRecords
+from shardkit.ledger.ledger import StepRecords, consecutive
 from shardkit.plan import Plan, cell_digest
 from shardkit.repository.log import parse_dataset_url
 

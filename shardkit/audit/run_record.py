@@ -23,12 +23,12 @@ from shardkit.ledger.ledger import (
     RECORD_BYTES,
     LedgerState,
     StepRecords,
-    Tree,
-    leaf_hash,
+    consecutive,
     parse_events,
     parse_records,
 )
-from shardkit.ledger.losses import Leg, branch_legs
+from shardkit.ledger.losses import Losses
+from shardkit.ledger.trees import Tree, leaf_hash
 from shardkit.plan import Plan
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name
@@ -117,22 +117,20 @@ class RunRecord:
             for one in consecutive(self.branch)
         ]
 
-    def loss_legs(self) -> list[Leg]:
-        """Return the ranges of `legs` as `read_losses` takes them: with the digests of their plans."""
-        return branch_legs(self.branch, self.events)
+    def losses(self) -> Losses:
+        """Return the losses that the trainer noted.
+
+        Raises:
+            NotFoundError: the run has none, or its ledger is damaged.
+        """
+        if self.ledger is None:
+            raise NotFoundError(f"{self.path}: the losses are in a damaged ledger")
+        return Losses(self.ledger)
 
     def configurations(self) -> list[dict[str, Any]]:
         """Return the configuration of run.json, then the recorded configurations in order."""
         texts = (json_object(event["settings"]) for event in self.configuration_events)
         return [one for one in (self.settings.get("configuration"), *texts) if isinstance(one, dict)]
-
-
-def consecutive(records: StepRecords) -> list[StepRecords]:
-    """Split records into ranges of consecutive steps under one plan."""
-    if not len(records):
-        return []
-    steps, plans = records["step"].astype(np.int64), records["plan"]
-    return np.split(records, np.flatnonzero((np.diff(steps) != 1) | (plans[1:] != plans[:-1])) + 1)
 
 
 def check_run_directory(path: Path) -> None:

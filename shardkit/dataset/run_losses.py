@@ -16,7 +16,8 @@ from shardkit.errors import FormatError, IntegrityError, NotFoundError
 from shardkit.extras import shell_word
 from shardkit.ledger import merge_journals
 from shardkit.ledger.decisions import apply_decisions, recorded_decisions
-from shardkit.ledger.losses import Leg, Losses, branch_legs, read_losses
+from shardkit.ledger.ledger import consecutive
+from shardkit.ledger.losses import Losses
 from shardkit.plan import Plan
 
 _STEPS = 1024  # steps that are read at once
@@ -26,23 +27,24 @@ def losses_table(dataset: Any, run: str | os.PathLike[str]) -> pa.Table:
     """Return the table of `Dataset.losses`."""
     ledger, _ = merge_journals(Path(run))
     documents = ledger.event_documents()
-    legs = branch_legs(ledger.branch_records(), documents)
-    losses, versions = read_losses(Path(run), legs), Versions(dataset)
-    histories = {event["plan"]: event.get("history") for event in documents if event["kind"] == "plan"}
+    losses, versions = Losses(ledger), Versions(dataset)
+    plans = {event["number"]: event for event in documents if event["kind"] == "plan"}
     batches = [pa.RecordBatch.from_pylist([], schema=_SCHEMA)]
-    for leg in legs:
-        history = histories[leg.plan]
+    for records in consecutive(ledger.branch_records()):
+        event = plans[int(records[0]["plan"])]
+        digest, history = event["plan"], event.get("history")
         if not history:
-            raise NotFoundError(f"{run}: the settings of the plan {leg.plan[:12]}… are not recorded")
+            raise NotFoundError(f"{run}: the settings of the plan {digest[:12]}… are not recorded")
         plan = recorded_plan_of(versions, history)
-        if plan.digest != leg.plan:
+        if plan.digest != digest:
             raise IntegrityError(
-                f"{run}: the recorded settings do not make the plan {leg.plan[:12]}…; run: "
+                f"{run}: the recorded settings do not make the plan {digest[:12]}…; run: "
                 f"shardkit audit {shell_word(run)}"
             )
         if plan.decided is not None:
-            apply_decisions(plan, recorded_decisions(documents, leg.plan))
-        for first, end in itertools.pairwise(_borders(plan, leg)):
+            apply_decisions(plan, recorded_decisions(documents, digest))
+        borders = _borders(plan, int(records[0]["step"]), int(records[-1]["step"]) + 1)
+        for first, end in itertools.pairwise(borders):
             batches += [
                 _batch(versions, plan, losses, at, min(end, at + _STEPS)) for at in range(first, end, _STEPS)
             ]
@@ -55,14 +57,14 @@ _SCHEMA = pa.schema([
 ])  # fmt: skip
 
 
-def _borders(plan: Plan, leg: Leg) -> list[int]:
-    """Return the ends of a leg and the steps inside it at which an amendment may change the size of cells."""
+def _borders(plan: Plan, first: int, end: int) -> list[int]:
+    """Return first, end and the steps between them at which an amendment may change the size of cells."""
     inside: list[int] = []
     found: Plan | None = plan
     while found is not None:
         inside.append(found.from_step)
         found = found.parent
-    return [leg.first, *sorted({step for step in inside if leg.first < step < leg.end}), leg.end]
+    return [first, *sorted({step for step in inside if first < step < end}), end]
 
 
 def _batch(versions: Versions[Any], plan: Plan, losses: Losses, first: int, end: int) -> pa.RecordBatch:

@@ -1,7 +1,7 @@
 """Events that a process records durably before it acts: checkpoints, settings, lane owners and amendments of the plan.
 
 SPEC.md, "Events", has the rules. Functions read the events back; `ledger_head` merges the journals and returns the
-head that a checkpoint stores. Losses are bound in `losses.py`.
+head that a checkpoint stores. `losses.py` binds losses.
 """
 
 from __future__ import annotations

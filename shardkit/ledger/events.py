@@ -120,7 +120,8 @@ class _Configuration(_Event):
 
 
 class _Losses(_Event):
-    files: list[tuple[Text, Count, Count]]
+    first: Count
+    end: Count
     digest: Digest
 
 
@@ -232,8 +233,7 @@ MERGED: Final[Mapping[str, type[_Event]]] = {
 """Kinds that the merge of the journals writes."""
 BOUND: Final[Mapping[str, type[_Event]]] = {
     "checkpoint": _Checkpoint, "configuration": _Configuration, "dealt": _Deal, "amendment": _Amendment, "undo": _Undo,
-    "switch": _Switch,
-    "losses": _Losses,
+    "switch": _Switch, "losses": _Losses,
 }  # fmt: skip
 """Kinds that a process writes directly to the ledger before it makes the claim."""
 

@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from shardkit.arrays import Int64s
 from shardkit.documents import convert, decode_plain, encode
 from shardkit.errors import FormatError, StoreError, UsageError
 from shardkit.ledger.events import PlanFacts, journaled_event
@@ -70,8 +71,8 @@ class Journal:
         self._packed: tuple[tuple[int, ...], bytes] = ((), b"")
         with explained(f"write a journal in {directory}", writing=True):
             directory.mkdir(parents=True, exist_ok=True)
-        self.started = max(time.time_ns(), _newest_start(directory, rank) + 1)  # a clock may be set back
-        self._header = Header(manifest, plan, rank, world, lanes, worker, workers, 0, self.started)
+        started = max(time.time_ns(), _newest_start(directory, rank) + 1)  # a clock may be set back
+        self._header = Header(manifest, plan, rank, world, lanes, worker, workers, 0, started)
         self._descriptor = -1
         self._size = self._check = 0
         self._last, self._rewinds = -1, 0  # the last recorded step; number of returns to an earlier step
@@ -138,6 +139,20 @@ class Journal:
         journaled_event(step, self._header.rank, 0, body, f"journal {self.path}")
         self._append((step, EVENT, encode(body)))
 
+    def record_losses(self, step: int, places: Int64s, losses: NDArray[np.float32]) -> None:
+        """Append the losses of rows of a step in one write, one entry for each run of consecutive places.
+
+        Args:
+            step: number of the step.
+            places: (n,) int64, places of the rows in the grid, lane · cell size + slot.
+            losses: (n,) float32, one per row.
+        """
+        if not len(places):
+            return
+        borders = np.flatnonzero(np.diff(places) != 1) + 1
+        runs = zip(np.split(places, borders), np.split(losses.astype("<f4"), borders), strict=True)
+        self._append(*((step, LOSSES, PLACE.pack(int(own[0])) + values.tobytes()) for own, values in runs))
+
     def close(self) -> None:
         """Sync and close the file. Closing twice is harmless."""
         if self._descriptor >= 0:
@@ -173,7 +188,7 @@ class Journal:
     def _open(self) -> None:
         header = self._header
         with explained(f"write a journal in {self._directory}", writing=True):
-            self.path, self._descriptor = new_rank_file(self._directory, header.rank, SUFFIX)
+            self.path, self._descriptor = _new_file(self._directory, header.rank)
             # The lock is held while this process lives: a file whose lock is free is never written again.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._size = 0
@@ -213,14 +228,14 @@ CHECK: Final = struct.Struct("<Q")
 CELL_BYTES: Final = 24
 """Size of a cell in the body of an entry: lane, rows and digest."""
 
-SUFFIX: Final = "cells"
-"""Suffix of the names of journal files."""
+PLACE: Final = struct.Struct("<I")
+"""Place of the first row in the body of an entry of losses; float32 of it and of the following places follow."""
 
 MAX_STEP: Final = 1 << 62
 _MAX_BODY: Final = 1 << 26
 _MAX_LANES: Final = 1 << 24
 
-CELLS, EVENT, META = 0, 1, 2
+CELLS, EVENT, META, LOSSES = 0, 1, 2, 3
 """Kinds of entries."""
 
 xxh3 = xxhash.xxh3_64_intdigest
@@ -253,8 +268,9 @@ class Entry(NamedTuple):
     """One entry of a journal file."""
 
     step: int  # number of the step in the run
-    kind: int  # CELLS, EVENT or META
-    # for CELLS, lanes (u32 each), rows (u32 each) and digests (16 bytes each); otherwise canonical JSON
+    kind: int  # CELLS, EVENT, META or LOSSES
+    # for CELLS, lanes (u32 each), rows (u32 each) and digests (16 bytes each); for LOSSES, the place of the first row
+    # and the losses; otherwise canonical JSON
     body: bytes
     end: int  # offset of the first byte after the entry
     check: int  # checksum of the entry, the seed of the next entry's
@@ -263,6 +279,10 @@ class Entry(NamedTuple):
         """Return (lanes, rows, digests) of a CELLS entry, packed."""
         count = len(self.body) // CELL_BYTES
         return self.body[: 4 * count], self.body[4 * count : 8 * count], self.body[8 * count :]
+
+    def losses(self) -> tuple[int, bytes]:
+        """Return (place of the first row, float32 losses, packed) of a LOSSES entry."""
+        return PLACE.unpack_from(self.body)[0], self.body[PLACE.size :]
 
     def document(self) -> dict[str, Any]:
         """Return the JSON object of an EVENT or META entry."""
@@ -344,11 +364,11 @@ class JournalFile:
 
 def _newest_start(directory: Path, rank: int) -> int:
     """Return the time of the last start of a rank, 0 if there is none."""
-    for one in reversed(rank_files(directory, SUFFIX)):
-        if one.rank == rank:
+    for path in reversed(journal_paths(directory)):
+        if _name(path)[0] == rank:
             with contextlib.suppress(FormatError):
-                head = read_file(one.path, HEADER.size, size=HEADER.size) or b""
-                return _read_header(head, one.path)[0].started if len(head) == HEADER.size else 0
+                head = read_file(path, HEADER.size, size=HEADER.size) or b""
+                return _read_header(head, path)[0].started if len(head) == HEADER.size else 0
     return 0
 
 
@@ -357,18 +377,12 @@ def _read_header(head: bytes, path: Path) -> tuple[Header, int]:
     if magic.rstrip(b"\0") != MAGIC or xxh3(head[:-8]) != check:
         raise FormatError(f"{path} is not a cell journal of this version, or its header is damaged")
     header = Header("sha256:" + manifest.hex(), plan.hex(), *numbers)
-    name = RankFile.of(path, SUFFIX)
-    if name is not None and name.rank != header.rank:
+    if _name(path)[0] not in (header.rank, -1):
         raise FormatError(f"{path} is a journal of rank {header.rank}: it was renamed")
     is_sound = header.rank < header.world < _MAX_LANES and header.worker < header.workers < _MAX_LANES
     if not is_sound or not 0 < header.lanes <= _MAX_LANES or header.started >= MAX_STEP:
         raise FormatError(f"{path}: its header holds impossible numbers {numbers}; do not trust it")
     return header, int(check)
-
-
-def journal_paths(directory: Path) -> list[Path]:
-    """Return the journal files of a directory, ordered by rank and number."""
-    return [one.path for one in rank_files(directory, SUFFIX)]
 
 
 def read_journal(path: Path) -> Iterator[CellRecord]:
@@ -404,7 +418,9 @@ def _entry(data: memoryview, offset: int, check: int) -> Entry | None:
     (tail,) = CHECK.unpack_from(data, end - CHECK.size)
     if xxh3(body, seed=head_check) != tail or (kind == CELLS and size % CELL_BYTES):
         return None
-    if step >= MAX_STEP or kind not in (CELLS, EVENT, META):
+    if kind == LOSSES and (size <= PLACE.size or size % 4):
+        return None
+    if step >= MAX_STEP or kind not in (CELLS, EVENT, META, LOSSES):
         raise FormatError(
             f"journal: an entry of kind {kind} for step {step}, which no rank writes; do not trust it"
         )
@@ -422,42 +438,33 @@ def _is_torn(data: memoryview, offset: int, check: int) -> bool:
     return rest <= HEAD.size + int(size) + CHECK.size
 
 
-# ---- files that ranks append to; a run directory is not trusted: any file may have been replaced
+# ---- files; a run directory is not trusted: any file may have been replaced
 
-_NAME: Final = re.compile(r"(\d{5,9})-(\d{5,9})\.([a-z]+)")
-
-
-class RankFile(NamedTuple):
-    """A file ``<rank>-<number>.<suffix>`` that one start of a rank appends to."""
-
-    rank: int
-    number: int
-    path: Path
-
-    @classmethod
-    def of(cls, path: Path, suffix: str) -> RankFile | None:
-        """Parse the name of a rank's file with this suffix; None for any other name."""
-        match = _NAME.fullmatch(path.name)
-        return cls(int(match[1]), int(match[2]), path) if match and match[3] == suffix else None
+_NAME: Final = re.compile(r"(\d{5,9})-(\d{5,9})\.cells")
 
 
-def rank_files(directory: Path, suffix: str) -> list[RankFile]:
-    """Return the files of all ranks, ordered by rank and number; none if there is no such directory."""
+def _name(path: Path) -> tuple[int, int]:
+    """Return (rank, number) of a journal file; (-1, -1) for any other name."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), int(match[2])) if match else (-1, -1)
+
+
+def journal_paths(directory: Path) -> list[Path]:
+    """Return the journal files of a directory, ordered by rank and number; none if it does not exist."""
     with explained(f"list {directory}"):
         names = os.listdir(directory) if directory.is_dir() else []
-    found = (RankFile.of(directory / name, suffix) for name in names)
-    return sorted(one for one in found if one is not None)
+    return sorted((directory / name for name in names if _NAME.fullmatch(name)), key=_name)
 
 
-def new_rank_file(directory: Path, rank: int, suffix: str) -> tuple[Path, int]:
+def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
     """Create and open the next file of a rank. The newest file is never removed, so no number is used twice."""
-    number = max((one.number for one in rank_files(directory, suffix) if one.rank == rank), default=-1) + 1
+    numbers = (number for owner, number in map(_name, journal_paths(directory)) if owner == rank)
+    number = max(numbers, default=-1) + 1
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
     while True:
-        path = directory / f"{rank:05d}-{number:05d}.{suffix}"
+        path = directory / f"{rank:05d}-{number:05d}.cells"
         try:
-            return path, os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644
-            )
+            return path, os.open(path, flags, 0o644)
         except FileExistsError:
             number += 1
 
@@ -484,10 +491,3 @@ def read_file(path: Path, most: int, *, size: int | None = None, offset: int = 0
             raise FormatError(f"{path}: {length} bytes, expected at most {most}; restore it from a copy")
         file.seek(offset)
         return file.read(length)
-
-
-def append(descriptor: int, data: bytes) -> None:
-    """Write all of the data; one system call may write a part."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]

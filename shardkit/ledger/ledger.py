@@ -1,6 +1,6 @@
 """The ledger of a run: one record per step and one line per event, with a Merkle tree over each.
 
-Files below ``RUN/ledger/`` (SPEC.md): `steps` and `events` are only appended to. `state.json` holds their committed
+Files below ``RUN/ledger/`` (SPEC.md): steps, events and losses are only appended to. `state.json` holds their committed
 sizes and is replaced atomically, so an interrupted commit has no effect.
 """
 
@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -24,14 +24,15 @@ from numpy.typing import NDArray
 from shardkit.documents import convert, decode_plain, encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError
 from shardkit.ledger.events import Count, check_event
-from shardkit.ledger.journal import append, read_file
+from shardkit.ledger.journal import read_file
+from shardkit.ledger.trees import Frontier, Tree, leaf_hash
 from shardkit.stores.file_operations import explained
 
 
 class Ledger:
     """The ledger of a run.
 
-    All methods see appended records and events; other processes see them after `commit`.
+    All methods see what was appended; other processes see it after `commit`.
 
     Args:
         run: the run directory.
@@ -51,8 +52,8 @@ class Ledger:
         except BaseException:
             self.close()
             raise
-        self._new_steps, self._new_events = bytearray(), bytearray()
-        self._committed_records = self.state.records
+        self._committed = self.state.sizes
+        self._new = {name: bytearray() for name in self._committed}
 
     # ---- reading
 
@@ -63,10 +64,7 @@ class Ledger:
 
     def records(self) -> StepRecords:
         """Return all records in file order, including abandoned branches."""
-        size = len(STEPS_MAGIC) + RECORD_BYTES * self._committed_records
-        data = read_file(self.directory / "steps", _MAX_FILE, size=size) or b""
-        new = np.frombuffer(bytes(self._new_steps), dtype=RECORD)
-        return np.concatenate([parse_records(data), new])
+        return parse_records(self._read("steps"))
 
     def branch_records(self) -> StepRecords:
         """Return the records that are leaves of the tree of steps, in order."""
@@ -77,18 +75,29 @@ class Ledger:
 
     def event_documents(self) -> list[dict[str, Any]]:
         """Return all events in order, validated by kind."""
-        data = read_file(self.directory / "events", _MAX_FILE, size=self.state.events_bytes) or b""
-        return list(parse_events(data + self._new_events))
+        return list(parse_events(self._read("events")))
+
+    def loss_records(self, first: int = 0) -> LossRecords:
+        """Return the records of losses from `first` on, in the order of merging."""
+        return np.frombuffer(self._read("losses", first * LOSS_RECORD.itemsize), LOSS_RECORD)
+
+    def loss_values(self, first: int, end: int) -> bytes:
+        """Return the losses [first, end), counted over all records: float32, packed."""
+        return self._read("loss_values", 4 * first, 4 * end)
+
+    def _read(self, name: str, first: int = 0, end: int | None = None) -> bytes:
+        """Return the bytes [first, end) of a file with what was appended, by default to its end."""
+        committed, new = self._committed[name], self._new[name]
+        end = committed + len(new) if end is None else end
+        size = max(0, min(end, committed) - first)
+        data = read_file(self.directory / name, _MAX_FILE, size=size, offset=first) if size else b""
+        return (data or b"") + new[max(0, first - committed) : max(0, end - committed)]
 
     def digest_of(self, step: int) -> bytes:
         """Return the digest of a step of the current branch."""
         first, at = next(pair for pair in reversed(self.state.branch) if pair[0] <= step)
-        place = (at + step - first) * RECORD_BYTES + 16
-        new = place - self._committed_records * RECORD_BYTES
-        if new >= 0:
-            return bytes(self._new_steps[new : new + 32])
-        with explained(f"read {self.directory}"), open_file(self.directory / "steps") as descriptor:
-            return os.pread(descriptor, 32, len(STEPS_MAGIC) + place)
+        place = len(STEPS_MAGIC) + (at + step - first) * RECORD_BYTES + 16
+        return self._read("steps", place, place + 32)
 
     def head(self, step: int | None = None) -> dict[str, Any]:
         """Return the heads of both trees. If `step` is given, the tree of steps is cut to the steps before it."""
@@ -111,7 +120,7 @@ class Ledger:
         if not self.steps.size:
             state.first, state.branch = step, [(step, state.records)]
         record, state.check = encode_record(step, rows, plan, digest, state.check)
-        self._new_steps += record
+        self._new["steps"] += record if state.records else STEPS_MAGIC + record
         state.records += 1
         self.steps.append(leaf_hash(digest))
 
@@ -124,26 +133,34 @@ class Ledger:
     def add_event(self, document: dict[str, Any]) -> None:
         check_event(document, "ledger/events")
         line, self.state.events_check = encode_line(document, self.state.events_check)
-        self._new_events += line
+        self._new["events"] += line
         self.events.append(leaf_hash(line[17:-1]))
 
+    def add_losses(self, step: int, plan: int, place: int, values: bytes) -> None:
+        """Append the losses of a step's rows at `place` and the following places: float32, packed."""
+        state, count = self.state, len(values) // 4
+        total = float(np.frombuffer(values, "<f4").sum(dtype=np.float64))
+        body = _LOSS_BODY.pack(step, total, plan, place, count)
+        state.losses_check = loss_check(body, values, state.losses_check)
+        self._new["losses"] += body + _CHECK.pack(state.losses_check)
+        self._new["loss_values"] += values
+        state.losses, state.loss_values = state.losses + 1, state.loss_values + count
+
     def commit(self) -> None:
-        """Commit all appended records and events durably and atomically, by replacing `state.json`."""
+        """Commit what was appended durably and atomically, by replacing `state.json`."""
         state = self.state
         state.size, state.peaks = self.steps.size, [peak.hex() for peak in self.steps.peaks]
         state.events, state.events_peaks = self.events.size, [peak.hex() for peak in self.events.peaks]
-        state.events_bytes += len(self._new_events)
+        state.events_bytes += len(self._new["events"])
         if read_file(self.directory / "state.json", _MAX_STATE) == state.to_bytes():
             return
-        begin = STEPS_MAGIC if self._new_steps and not self._committed_records else b""
         with explained(f"write {self.directory}", writing=True):
-            for name, data in (("steps", begin + self._new_steps), ("events", self._new_events)):
+            for name, data in self._new.items():
                 if data:
                     write(self.directory / name, bytes(data), os.O_APPEND)
             replace(self.directory / "state.json", state.to_bytes())
-        self._committed_records = state.records
-        self._new_steps.clear()
-        self._new_events.clear()
+        self._committed = state.sizes
+        self._new = {name: bytearray() for name in self._committed}
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -207,13 +224,21 @@ RECORD_BYTES: Final = RECORD.itemsize
 _MAX_LINE: Final = 1 << 26
 _MAX_FILE: Final = 1 << 33
 _MAX_STATE: Final = 1 << 28
+LOSS_RECORD: Final = np.dtype(
+    [("step", "<i8"), ("total", "<f8"), ("plan", "<u4"), ("place", "<u4"), ("count", "<u4"), ("check", "<u8")]
+)
+"""Losses of consecutive places of a step: their sum, plan number, first place, number, and `loss_check`."""
+
 _BODY: Final = struct.Struct("<QII32s")
+_LOSS_BODY: Final = struct.Struct("<qdIII")
 _CHECK: Final = struct.Struct("<Q")
 _PREFIX: Final = struct.Struct("<32s32sQ")
 _xxh3 = xxhash.xxh3_64_intdigest
 
 StepRecords = NDArray[np.void]
 """(n,) of dtype `RECORD`."""
+LossRecords = NDArray[np.void]
+"""(n,) of dtype `LOSS_RECORD`."""
 
 
 def step_digest(manifest: str, plan: str, step: int, cells: bytes | bytearray) -> bytes:
@@ -248,6 +273,19 @@ def parse_records(data: bytes) -> StepRecords:
         raise FormatError("ledger/steps is not a step file of this version; do not trust it")
     count = max(0, len(data) - len(STEPS_MAGIC)) // RECORD_BYTES
     return np.frombuffer(data, dtype=RECORD, count=count, offset=min(len(data), len(STEPS_MAGIC)))
+
+
+def consecutive(records: StepRecords) -> list[StepRecords]:
+    """Split records into ranges of consecutive steps under one plan."""
+    if not len(records):
+        return []
+    steps, plans = records["step"].astype(np.int64), records["plan"]
+    return np.split(records, np.flatnonzero((np.diff(steps) != 1) | (plans[1:] != plans[:-1])) + 1)
+
+
+def loss_check(body: bytes, values: bytes, check: int) -> int:
+    """Return the checksum of a record of losses (`body`) and its values. `check` is the previous record's."""
+    return _xxh3(values, seed=_xxh3(body, seed=check))
 
 
 def encode_line(document: dict[str, Any], check: int) -> tuple[bytes, int]:
@@ -309,9 +347,12 @@ class LedgerState(Struct):
     events_bytes: Count = 0  # committed bytes of `events`
     events_check: int = 0  # checksum of the last event
     events_peaks: list[str] = []  # peaks of the tree of events, in hex
+    losses: Count = 0  # number of records of losses
+    losses_check: int = 0  # checksum of the last of them
+    loss_values: Count = 0  # number of losses in them
     plans: list[list[str]] = []  # [manifest id, plan digest] by number
     # file name → (end offset and checksum of the last merged entry, number of the start, end offset of the
-    # last merged event)
+    # last merged event or entry of losses)
     journals: dict[str, tuple[int, int, int, int]] = {}
     start: StartState = msgspec.field(default_factory=StartState)  # the newest start of the run
 
@@ -319,7 +360,13 @@ class LedgerState(Struct):
     def sizes(self) -> dict[str, int]:
         """Committed sizes of the files in bytes, by name."""
         steps = len(STEPS_MAGIC) + RECORD_BYTES * self.records if self.records else 0
-        return {"steps": steps, "events": self.events_bytes}
+        losses = LOSS_RECORD.itemsize * self.losses
+        return {
+            "steps": steps,
+            "events": self.events_bytes,
+            "losses": losses,
+            "loss_values": 4 * self.loss_values,
+        }
 
     def frontiers(self) -> tuple[Frontier, Frontier]:
         """Return the frontiers of the trees of steps and events."""
@@ -381,8 +428,10 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 
 def write(path: Path, data: bytes, flag: int) -> None:
     """Write data to a file and sync it. `flag` is O_APPEND or O_TRUNC."""
+    rest = memoryview(data)
     with open_file(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
-        append(descriptor, data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
 
 
@@ -393,88 +442,3 @@ def replace(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
     with open_file(path.parent) as folder:
         os.fsync(folder)
-
-
-# ---- Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that other libraries can verify their proofs
-
-HASH_BYTES = 32
-
-EMPTY_ROOT = hashlib.sha256(b"").digest()
-"""Root of a tree without leaves."""
-
-
-def leaf_hash(entry: bytes) -> bytes:
-    """Return the hash of a leaf. The prefix prevents a leaf from being presented as an inner node."""
-    return hashlib.sha256(b"\0" + entry).digest()
-
-
-def node_hash(left: bytes, right: bytes) -> bytes:
-    """Return the hash of the parent of two subtrees."""
-    return hashlib.sha256(b"\1" + left + right).digest()
-
-
-class Frontier:
-    """The right edge of a tree, sufficient to append leaves and compute the root.
-
-    Args:
-        size: number of leaves.
-        peaks: hashes of the complete subtrees, the largest first: one per set bit of `size`.
-
-    Raises:
-        ValueError: the number of peaks does not fit the size.
-    """
-
-    def __init__(self, size: int = 0, peaks: Iterable[bytes] = ()) -> None:
-        self.size, self.peaks = size, list(peaks)
-        if len(self.peaks) != size.bit_count():
-            raise ValueError(f"{len(self.peaks)} peaks for {size} leaves, expected {size.bit_count()}")
-
-    def append(self, leaf: bytes) -> None:
-        """Append a leaf, given its `leaf_hash`. Amortised cost: at most one hash."""
-        node, rest = leaf, self.size
-        while rest & 1:
-            node = node_hash(self.peaks.pop(), node)
-            rest >>= 1
-        self.peaks.append(node)
-        self.size += 1
-
-    def root(self) -> bytes:
-        if not self.peaks:
-            return EMPTY_ROOT
-        node = self.peaks[-1]
-        for peak in reversed(self.peaks[:-1]):
-            node = node_hash(peak, node)
-        return node
-
-
-class Tree:
-    """A whole tree in memory, 64 bytes per leaf, with the roots of all its sizes."""
-
-    def __init__(self, leaves: Iterable[bytes] = ()) -> None:
-        sha256 = hashlib.sha256
-        # level h: hashes of the complete subtrees of 2**h leaves
-        self._levels = [b"".join(leaves)]
-        while len(below := self._levels[-1]) >= 2 * HASH_BYTES:
-            ends = range(2 * HASH_BYTES, len(below) + 1, 2 * HASH_BYTES)
-            level = (sha256(b"\1" + below[end - 2 * HASH_BYTES : end]).digest() for end in ends)
-            self._levels.append(b"".join(level))
-
-    def __len__(self) -> int:
-        return len(self._levels[0]) // HASH_BYTES
-
-    def root(self, size: int | None = None) -> bytes:
-        """Return the root of the first `size` leaves, by default of all."""
-        return self.frontier(size).root()
-
-    def frontier(self, size: int | None = None) -> Frontier:
-        """Return the frontier of the first `size` leaves, by default of all."""
-        size = len(self) if size is None else size
-        if not 0 <= size <= len(self):
-            raise ValueError(f"size {size}: the tree has {len(self)} leaves")
-        peaks, first = [], 0
-        for height in reversed(range(size.bit_length())):
-            if size >> height & 1:
-                at = (first >> height) * HASH_BYTES
-                peaks.append(self._levels[height][at : at + HASH_BYTES])
-                first += 1 << height
-        return Frontier(size, peaks)

@@ -18,6 +18,7 @@ from shardkit.errors import FormatError
 from shardkit.ledger.events import PlanFacts, journaled_event
 from shardkit.ledger.journal import (
     EVENT,
+    LOSSES,
     META,
     Entry,
     Header,
@@ -43,7 +44,7 @@ class Source:
     header: Header  # header of the file
     start: int  # number of the start that the file belongs to
     reached: Place  # end of the last entry read
-    told: int = 0  # end offset of the last event in the ledger
+    told: int = 0  # end offset of the last event or entry of losses in the ledger
     held: Place | None = None  # beginning of the first entry left for a later merge
 
     @property
@@ -273,6 +274,12 @@ class Merge:
                 facts = entry.document()
                 convert(PlanFacts, facts, f"journal/{source.name}")
                 self._know_plan(header.manifest, header.plan, header.lanes, entry.step, facts)
+                continue
+            if entry.kind == LOSSES:
+                if entry.end > source.told:
+                    plan = self._know_plan(header.manifest, header.plan, header.lanes, entry.step, {})
+                    self.ledger.add_losses(entry.step, plan, *entry.losses())
+                    source.told = entry.end
                 continue
             self._tell_start(number, entry.step, header)
             if entry.kind == EVENT:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardkit.arrays import Int64s
 from shardkit.documents import decode_plain, encode
 from shardkit.errors import ConfigurationError, NotFoundError, StateError, UsageError
-from shardkit.ledger import merge_journals
+from shardkit.ledger import Ledger, merge_journals
 from shardkit.ledger.decisions import (
     DECISION,
     LossSums,
@@ -27,7 +27,7 @@ from shardkit.ledger.decisions import (
     recorded_decisions,
     recorded_sums,
 )
-from shardkit.ledger.losses import Leg, read_losses
+from shardkit.ledger.losses import Losses
 from shardkit.loader.agreement import Exchange
 from shardkit.plan import Mixer, Plan
 
@@ -69,8 +69,8 @@ class Mixing:
             StateError: the run directory does not hold them.
         """
         self._seeks += 1
-        events = merge_journals(self._run)[0].event_documents()
-        decisions = recorded_decisions(events, self._plan.digest)
+        ledger, _ = merge_journals(self._run)
+        decisions = recorded_decisions(ledger.event_documents(), self._plan.digest)
         needed = self._made_before(step)
         if len(decisions) < needed:
             raise StateError(
@@ -81,7 +81,7 @@ class Mixing:
             apply_decisions(self._plan, decisions)
             self._begin(step, [one.losses for one in decisions])
             if step and self._leads and self._mixer.needs_losses:
-                self._read_recorded(step, len(decisions))
+                self._read_recorded(ledger, step, len(decisions))
             self._changed.notify_all()
 
     def _made_before(self, step: int) -> int:
@@ -89,10 +89,10 @@ class Mixing:
         stage, inside = divmod(step, self._every)
         return max(0, stage - (inside <= self._every // 2))
 
-    def _read_recorded(self, step: int, decided: int) -> None:
+    def _read_recorded(self, ledger: Ledger, step: int, decided: int) -> None:
         """Add the losses that earlier starts noted in the stages that are still to be evaluated."""
         try:
-            losses = read_losses(self._run, [Leg(self._plan.digest, 0, step)])
+            losses = Losses(ledger)
         except NotFoundError:
             losses = None
         for first in range(decided * self._every, step, self._every):

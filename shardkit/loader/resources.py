@@ -33,7 +33,6 @@ from shardkit.reading.located_store import LocatedStore
 
 if TYPE_CHECKING:
     from shardkit.ledger import Journal
-    from shardkit.ledger.losses import LossWriter
     from shardkit.loader.remote_blocks import RemoteBlocks
     from shardkit.telemetry.recorder import BlockTimes, RunWatch
 
@@ -88,7 +87,6 @@ class LoaderResources:
         self.workers: Executor | None = None
         if setup.function is not None:
             self.workers = open_workers(config.workers, self._threads, setup.function)
-        self._losses: LossWriter | None = None  # opened when the first losses are noted
         self.journal: Journal | None = None
         if config.run is not None:
             from shardkit.ledger import Journal
@@ -168,19 +166,18 @@ class LoaderResources:
             raise UsageError(
                 f"loader.note(batch, losses): {shown(losses)}: expected one number per row, or one per cell"
             ) from None
-        setup = self._setup
-        plan, run, step = setup.plan, setup.config.run, batches[0].step
-        if self._losses is None:
-            from shardkit.ledger.losses import LossWriter
-
-            assert run is not None, "checked by `Loader.note`"
-            assert self.journal is not None, "there is one with a run directory"
-            self._losses = LossWriter(
-                run, rank=setup.topology.rank, plan=plan.digest, since=self.journal.started,
-                batch=plan.global_batch, cell_size=plan.cell_size,
-            )  # fmt: skip
-        slots = batches[0].slots if len(batches) == 1 else np.concatenate([one.slots for one in batches])
-        losses = self._losses.write(step, slots, losses)
+        setup, step = self._setup, batches[0].step
+        slots = np.concatenate([one.slots for one in batches])
+        borders = np.flatnonzero(np.diff(slots // setup.plan.cell_size, prepend=-1))  # first rows of cells
+        if losses.shape not in ((len(slots),), (len(borders),)):
+            raise UsageError(
+                f"step {step}: losses of shape {losses.shape}, expected ({len(slots)},), one per row of the batch, or "
+                f"({len(borders)},), one per cell"
+            )
+        if len(losses) != len(slots):
+            losses = np.repeat(losses, np.diff(borders, append=len(slots)))
+        assert self.journal is not None, "checked by `Loader.note`"
+        self.journal.record_losses(step, slots, losses)
         if setup.mixing is not None:
             samples = np.concatenate([one.samples for one in batches])
             setup.mixing.note(step, samples, losses)
@@ -228,8 +225,6 @@ class LoaderResources:
             self.workers.shutdown(wait=True, cancel_futures=True)
         if self.journal is not None:
             self.journal.close()
-        if self._losses is not None:
-            self._losses.close()
 
     def close_unwatched(self) -> None:
         """Close the resources of a loader that was garbage-collected, from any thread.

@@ -18,8 +18,9 @@ import shardkit
 from shardkit.audit import audit_run, find_plans, load_run
 from shardkit.audit.amendments import ChangeRequest, amend_run
 from shardkit.errors import ConfigurationError, StateError
+from shardkit.ledger import merge_journals
 from shardkit.ledger.bindings import active_amendments, bind_amendment, read_events, undo_amendment
-from shardkit.ledger.losses import read_losses
+from shardkit.ledger.losses import Losses
 from shardkit.telemetry.records import read_documents
 from shardkit.torch import checkpoint_names
 from shardkit_trainer import load_configuration
@@ -92,12 +93,12 @@ def test_a_run_goes_back_and_skips_steps(tmp_path: Path, texts: str) -> None:
     assert after == {step: before[step] if step < 5 else before[step + 3] for step in range(STEPS - 3)} | {
         step: after[step] for step in range(STEPS - 3, STEPS)
     }
-    assert len(read_losses(run).steps) == STEPS
-    samples = run / "losses" / "00000-00000.samples"
+    assert len(Losses(merge_journals(run)[0]).steps) == STEPS
+    samples = run / "ledger" / "loss_values"
     whole = samples.read_bytes()
     samples.write_bytes(whole[:70] + bytes([whole[70] ^ 1]) + whole[71:])
     code, told = call("audit", run)
-    assert (code, "losses of step 0 were changed" in told) == (4, True)
+    assert (code, "losses noted up to this step were changed" in told) == (4, True)
     samples.write_bytes(whole)
     result = audit_run(run)
     assert result.exit_code == 0, result.findings

@@ -15,7 +15,8 @@ import torch
 import shardkit
 from shardkit.audit import audit_run
 from shardkit.errors import ConfigurationError, NotFoundError
-from shardkit.ledger.losses import read_losses
+from shardkit.ledger import merge_journals
+from shardkit.ledger.losses import Losses
 from shardkit.loader.device import DeviceFeed
 from shardkit.telemetry.records import read_documents
 from shardkit.torch import checkpoint_names
@@ -257,7 +258,7 @@ def test_the_loss_of_every_sample_is_kept(tmp_path: Path, texts: str) -> None:
     kept = run(tmp_path / "kept", texts, **exact, **{"log.sample_losses": True})
     assert kept.parameters_sha256 == plain.parameters_sha256
     metrics = read_documents(tmp_path / "kept" / "metrics" / "train.jsonl")
-    losses = read_losses(tmp_path / "kept")
+    losses = Losses(merge_journals(tmp_path / "kept")[0])
     assert losses.steps.tolist() == list(range(6))
     assert losses.means.tolist() == pytest.approx([one["loss"] for one in metrics], rel=1e-4)
     places, values = losses.of_step(4)
@@ -265,7 +266,7 @@ def test_the_loss_of_every_sample_is_kept(tmp_path: Path, texts: str) -> None:
     assert len(set(values.tolist())) > 12
     assert audit_run(tmp_path / "kept").exit_code == 0
     with pytest.raises(NotFoundError, match="has no losses"):
-        read_losses(tmp_path / "plain")
+        Losses(merge_journals(tmp_path / "plain")[0])
 
 
 def test_profile_and_share_of_the_peak(tmp_path: Path, texts: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.ledger.ledger import EMPTY_ROOT, Frontier, Tree, leaf_hash
+from shardkit.ledger.trees import EMPTY_ROOT, Frontier, Tree, leaf_hash
 from tests.merkle_proofs import consistency_proof, inclusion_proof, verify_consistency, verify_inclusion
 
 # The reference inputs of the certificate-transparency project, carried over into transparency-dev/merkle: entries,

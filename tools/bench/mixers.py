@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardkit.ledger import Journal
 from shardkit.ledger.decisions import LossSums, MixHistory
-from shardkit.ledger.losses import LossWriter
 from shardkit.plan import ADO, Mixer, Population, Temperature, make_plan
 
 STEP_S = 0.1
@@ -58,11 +58,11 @@ def processor_time(work: Callable[[int], object], count: int) -> float:
 def note_s(batch: int) -> float:
     slots, losses = np.arange(batch, dtype=np.int64), np.ones(batch, dtype=np.float32)
     with tempfile.TemporaryDirectory() as folder:
-        writer = LossWriter(
-            Path(folder), rank=0, plan="0" * 64, batch=batch, cell_size=max(1, batch // LANES)
+        journal = Journal(
+            Path(folder), manifest=f"sha256:{'0' * 64}", plan="0" * 64, rank=0, world=1, lanes=LANES
         )
-        found = processor_time(lambda step: writer.write(step, slots, losses), 2000)
-        writer.close()
+        found = processor_time(lambda step: journal.record_losses(step, slots, losses), 2000)
+        journal.close()
     return found
 
 

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 import shardkit
 from shardkit.ledger import Ledger, Merge
-from shardkit.ledger.losses import HEADER, MAGIC, RECORD
 from shardkit_tools.main import run as shardkit_command
 
 BATCH, LANES = 16, 4
@@ -71,30 +69,19 @@ def simulate(data: Path, run: Path, steps: int) -> list[int]:
     plan = dataset.plan(global_batch=BATCH, lanes=LANES)
     with dataset.loader(plan, run=run) as loader:  # the first step, with the facts of the plan
         next(iter(loader))
-    with Ledger(run, writing=True) as ledger:
-        Merge(ledger)
-        for step in range(ledger.next_step, steps):
-            ledger.append(step, BATCH, 0, step.to_bytes(32, "little"))
-        ledger.commit()
     draw = np.random.default_rng(1)
     spikes = np.sort(draw.choice(np.arange(1000, steps), 50, replace=False))
-    records, offset = np.zeros(steps, RECORD), 0
-    lanes = np.arange(LANES, dtype="<u4").tobytes()
-    folder = run / "losses"
-    folder.mkdir()
     levels = 2 + 8 / (1 + np.arange(steps) / 5000)
     levels[spikes] *= 2
-    with (folder / "00000-00000.samples").open("wb") as file:
+    with Ledger(run, writing=True) as ledger:
+        Merge(ledger)
+        first = ledger.next_step
         for step in range(steps):
+            if step >= first:
+                ledger.append(step, BATCH, 0, step.to_bytes(32, "little"))
             losses = (levels[step] * (1 + 0.05 * draw.standard_normal(BATCH))).astype("<f4")
-            body = lanes + losses.tobytes()
-            records[step] = (step, offset, losses.sum(dtype=np.float64), BATCH, LANES, 0)
-            head = records[step].tobytes()[: RECORD.itemsize - 8]
-            records[step]["check"] = xxhash.xxh3_64_intdigest(body, seed=xxhash.xxh3_64_intdigest(head))
-            offset += len(body)
-            file.write(body)
-    header = np.array([(MAGIC, plan.digest.encode(), 1, BATCH, LANES)], HEADER)
-    (folder / "00000-00000.steps").write_bytes(header.tobytes() + records.tobytes())
+            ledger.add_losses(step, 0, 0, losses.tobytes())
+        ledger.commit()
     return [int(one) for one in spikes]
 
 

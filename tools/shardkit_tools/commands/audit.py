@@ -37,7 +37,6 @@ from shardkit.dataset.lookups import list_samples
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.function_names import load_named
-from shardkit.ledger.losses import read_losses
 from shardkit.stores.file_operations import explained
 from shardkit_tools import console, options
 from shardkit_tools.commands.verify import parse_share
@@ -345,7 +344,7 @@ def spikes_command(
     Example: shardkit audit spikes runs/a && shardkit audit spikes runs/a --step 41237 --top 20
     """
     record = load_run(run, is_checked=False)
-    losses = read_losses(run, record.loss_legs())
+    losses = record.losses()
     document: dict[str, Any]
     if of_all:
         ranked = rank_samples(losses, top=top, window=window)
