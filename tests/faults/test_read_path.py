@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -276,7 +277,8 @@ class TestLocations:
         healthy = [False]
         a = Fickle("a", lambda data: data if healthy[0] else unreachable(data))
         b = Fickle("b")
-        store = located(a, b, data=self.data)
+        settings = dataclasses.replace(SETTINGS, hedge=False)  # a hedge would ask b, too
+        store = located(a, b, data=self.data, settings=settings)
         for _ in range(40):
             assert store.read_block(block(self.data)) == self.data
         asked = a.reads
@@ -305,12 +307,13 @@ class TestLocations:
         for _ in range(40):
             store.read_block(block(self.data))
         slow[0] = True
+        before = store.read_events.stats()  # on a busy machine, some of these were hedged as well
         try:
             assert store.read_block(block(self.data)) == self.data
             stats = store.read_events.stats()
-            assert stats["remote_hedges"] >= 1
-            assert stats["remote_hedges_won"] == 1
-            assert stats["bytes_from_b"] >= len(self.data)
+            assert stats["remote_hedges"] == before["remote_hedges"] + 1
+            assert stats["remote_hedges_won"] == before["remote_hedges_won"] + 1
+            assert stats["bytes_from_b"] == before.get("bytes_from_b", 0) + len(self.data)
         finally:
             stall.set()
 
@@ -325,7 +328,7 @@ class TestLocations:
         store = located(Fickle("a", silent), Fickle("b"), data=self.data, settings=settings)
         try:
             assert store.read_block(block(self.data)) == self.data
-            assert store.read_events.stats()["remote_timeouts"] == 1
+            assert store.read_events.stats()["remote_timeouts"] >= 1  # b may be late, too
         finally:
             stall.set()
 
