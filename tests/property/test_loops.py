@@ -85,11 +85,11 @@ def test_what_is_handed_out_was_verified_when_it_was_loaded(
 
 def test_files_that_change_after_they_were_read_change_nothing(own_root: Path) -> None:
     with _loader(own_root) as loader:
-        expected = [_rows(loader) for _ in range(3)]
+        expected = [_rows(loader) for _ in range(4)]
     with _loader(own_root) as loader:
         found = [_rows(loader)]
         loader.resources.window.budget = 64 << 20
-        found += [_rows(loader)]
+        found += [_rows(loader), _rows(loader)]  # slots of the first may have been given to others before
         _flip_everywhere(own_root)
         found += [_rows(loader)]  # all of it is in memory by now
     assert found == expected

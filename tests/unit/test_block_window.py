@@ -302,18 +302,20 @@ def test_a_loop_that_was_superseded_takes_no_rows_of_the_next() -> None:
 
 
 def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
     def load(block: int) -> GatherColumns:
-        go.wait(10)
+        begun.set()
+        assert go.wait(60)
         return LoadedBlock(block)
 
     window = window_of(Blocks(load), budget=100, threads=1)
     loop = window.begin_loop()
     one = admitted(window, [[1], [2, 3]])
+    assert begun.wait(60)
     threading.Timer(0.2, lambda: window.wake(loop)).start()
     with pytest.raises(UsageError, match="closed while this loop waited"):
-        one.wait(0, 1, 5, lambda waited: pytest.fail("nobody says that the loop has stopped"))
+        one.wait(0, 1, 60, lambda waited: pytest.fail("nobody says that the loop has stopped"))
     window.end_loop(loop)
     assert not window.is_loaded(1)
     window.begin_loop()
