@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 import shardkit
@@ -39,6 +40,7 @@ from shardkit.repository.locations import LocationRecord, read_table
 from shardkit.repository.policy import Parity, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FileOperations, substituted
+from shardkit_tools.adopting.adoption import adopt
 from shardkit_tools.building import engines
 from shardkit_tools.importers import source_files
 from tests.drills import drill_cases, drill_count
@@ -127,6 +129,28 @@ def finish_build(folders: Folders) -> None:
     build(folders.work)
     check_build(folders.work)
     assert Repository.open(folders.work / "root").refs == Repository.open(folders.whole / "root").refs
+    nothing_temporary_is_left(folders.work)
+
+
+# ---- an adoption
+
+
+def make_arrays(folder: Path) -> None:
+    (folder / "arrays").mkdir()
+    for number in range(8):
+        np.save(folder / "arrays" / f"{number}.npy", np.full((60, 16), number, np.int16))
+
+
+def adopt_arrays(folder: Path) -> None:
+    adopt([folder / "arrays"], folder / "root", block_size="1KiB", jobs=1)
+
+
+def finish_adoption(folders: Folders) -> None:
+    adopt_arrays(folders.work)
+    nothing_is_torn(folders.work)
+    assert Repository.open(folders.work / "root").refs == Repository.open(folders.whole / "root").refs
+    ds = shardkit.open(folders.work / "root")
+    assert [int(ds[row]["value"][0]) for row in range(len(ds))] == [n for n in range(8) for _ in range(60)]
     nothing_temporary_is_left(folders.work)
 
 
@@ -373,6 +397,7 @@ def then(finish: Callable[..., None], work: Callable[[Path], object]) -> Any:
 
 SCENARIOS = {
     "build": Scenario(make_files, build, check_build, finish_build, 120),
+    "adopt": Scenario(make_arrays, adopt_arrays, nothing_is_torn, finish_adoption),
     "create": Scenario(make_copies, create, check_copies, then(finish_copies, create)),
     "replicate": Scenario(make_lag, copy, check_main, then(finish_copies, copy)),
     "place": Scenario(make_copies, move, check_copies, then(finish_copies, move)),

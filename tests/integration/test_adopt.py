@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import os
-import random
-import signal
 import subprocess
-import sys
 import tarfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +30,6 @@ from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.building import engines
 from shardkit_tools.importers import ImportOptions
 from shardkit_tools.main import make_app
-from tests.drills import drill_count
 
 
 def sample(tar: int, row: int) -> dict[str, Any]:
@@ -266,60 +260,6 @@ def test_jobs_and_journal_do_not_change_the_version(tmp_path: Path, monkeypatch:
     tars = write_tars(tmp_path / "tars", tars=4)
     ids = {adopt(tars, tmp_path / f"j{jobs}", jobs=jobs).manifest.id for jobs in (1, 2)}  # type: ignore[union-attr]
     assert len(ids) == 1
-
-
-ADOPTER = """
-import sys
-from shardkit_tools.adopting import adopt
-from shardkit_tools.building import engines
-if __name__ == "__main__":
-    engines.SMALL_BYTES = 0
-    def tell(now):
-        print(now.phase, now.rows, flush=True)
-    result = adopt([sys.argv[1]], sys.argv[2], block_size="8KiB", jobs=int(sys.argv[3]), progress=tell)
-    print("id", result.manifest.id, result.reused, flush=True)
-"""
-
-
-@pytest.mark.drill
-def test_killed_at_any_moment_and_resumed(tmp_path: Path) -> None:
-    """SIGKILL from outside at random moments, then the same command: one id; nothing torn under a final name."""
-    tars = tmp_path / "tars"
-    write_tars(tars, tars=12, rows=60)
-    whole = adopt([tars], tmp_path / "whole", block_size="8KiB").manifest
-    assert whole is not None
-    script = tmp_path / "adopter.py"
-    script.write_text(ADOPTER)
-    moments = random.Random(3)
-    killed = reused = 0
-    for turn in range(max(2, drill_count(20))):
-        root = tmp_path / str(turn)
-        command = [sys.executable, str(script), str(tars), str(root), str(1 + turn % 2)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()  # it has begun
-            wanted = moments.randrange(10)
-            while process.poll() is None and len(list(root.glob("tmp/*/file-*.done"))) < wanted:
-                time.sleep(0.001)
-            time.sleep(moments.random() * 0.02)
-            with contextlib.suppress(ProcessLookupError):  # it was done already
-                os.killpg(process.pid, signal.SIGKILL)
-            killed += process.wait() == -signal.SIGKILL
-        for path in (root / "objects").rglob("*.*"):
-            assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name.partition(".")[0]
-        result = adopt([tars], root, block_size="8KiB")
-        assert result.manifest is not None
-        assert result.manifest.id == whole.id
-        reused += result.reused
-        assert shardkit.open(root)[700]["text"] == "sample 40 ü"
-        for _ in range(200):  # a killed worker may take a moment to be gone
-            Repository.open(root)  # sweeps
-            if not list((root / "tmp").iterdir()):
-                break
-            time.sleep(0.05)
-        assert list((root / "tmp").iterdir()) == []
-    assert killed
-    assert reused, "work of killed runs is used"
 
 
 def test_finished_tars_are_not_read_again_unless_they_changed(
