@@ -10,7 +10,7 @@ import base64
 import decimal
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,16 +24,18 @@ from shardkit.extras import shell_word
 
 from .arrow_writing import arrow_array, arrow_type
 from .block import JoinedPayloads
+from .cells import cell_value, typed_cells
 from .sample_columns import encode_column
 from .schema import KEY_FIELD, FieldType
-from .strict_json import parse_json
 
 
 class ForeignColumns:
     """The columns of a record batch, converted to field types, and the rows that do not fit."""
 
-    def __init__(self, batch: Any, path: str, first_row: int) -> None:
-        self._batch, self._path, self._first_row = batch, path, first_row
+    def __init__(
+        self, batch: Any, path: str, first_row: int, name_of: Callable[[int], str] | None = None
+    ) -> None:
+        self._batch, self._path, self._first_row, self._name_of = batch, path, first_row, name_of
         self.bad: dict[int, ShardkitError] = {}
         try:
             batch.validate(full=True)
@@ -46,7 +48,7 @@ class ForeignColumns:
         )
 
     def row_name(self, row: int) -> str:
-        return f"{self._path} row {self._first_row + row}"
+        return self._name_of(row) if self._name_of else f"{self._path} row {self._first_row + row}"
 
     def _refuse(self, row: int, why: str) -> None:
         self.bad.setdefault(row, SourceError(f"{self.row_name(row)}: {why}"))
@@ -112,12 +114,12 @@ class ForeignColumns:
     def _by_row(self, column: Any, kind: FieldType, name: str, absent: set[int], where: str) -> Any:
         """Encode values one by one; rows that are bad already count as absent."""
         values: list[Any] = []
-        is_json_text = kind.kind == "json" and is_string(column.type)
-        for row, value in enumerate(_values(column, kind, where)):
+        is_text = is_string(column.type)
+        for row, value in enumerate(column.to_pylist() if is_text else _values(column, kind, where)):
             is_absent = row in absent or row in self.bad
             try:
-                if is_json_text and value is not None and not is_absent:
-                    value = parse_json(value.encode(), f"{self.row_name(row)}, field {name!r}")
+                if is_text and value is not None and not is_absent:
+                    value = cell_value(value, kind, name, self.row_name(row))
             except SourceError as error:
                 self.bad[row], is_absent = error, True
             values.append(None if is_absent else value)
@@ -208,17 +210,13 @@ def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
     if kind.logical is not None and not pa.types.is_temporal(column.type):
         return None  # texts, which the schema parses
     target = arrow_type(kind)
+    if is_string(column.type) and is_number(target):
+        return typed_cells(column, kind)
     try:
         if kind.logical is None and pa.types.is_temporal(column.type) and pa.types.is_integer(target):
             column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())
-        is_text = is_string(column.type) and pa.types.is_floating(target)
-        wide = column.cast(pa.float64()) if is_text else column
-        made = wide if wide.type == target else wide.cast(target)
-        if not _overflows(wide, made):
-            return made
-        if is_text:
-            raise pa.ArrowInvalid("a value overflows")
-        return None
+        made = column if column.type == target else column.cast(target)
+        return None if _overflows(column, made) else made
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         if is_number(column.type) and is_number(target):
             return None  # encoded one by one: the schema names the rows that do not fit

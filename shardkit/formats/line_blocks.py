@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import csv
 import io
-import math
-import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
+import pyarrow as pa
+import pyarrow.csv as pacsv
+
 from shardkit.documents import Record, decode, encode
 from shardkit.errors import FormatError, ShardkitError, SourceError
-from shardkit.extras import shell_word
 
-from .block import PayloadColumn
+from .arrow_writing import arrow_schema
+from .block import PayloadColumn, stored_columns
+from .cells import without_missing
+from .foreign_columns import ForeignColumns
 from .index import ShardIndex
-from .sample_columns import EXACT_INTEGER, encode_rows
-from .schema import FieldType, Schema
+from .sample_columns import encode_rows
+from .schema import Schema
 from .strict_json import parse_json, parse_objects
 
 LINES: Final = ("jsonl", "csv")
@@ -30,14 +33,8 @@ LINES: Final = ("jsonl", "csv")
 
 _MAX_CELL_CHARACTERS: Final = 1 << 30
 _MAX_SETTINGS: Final = 64 << 20
-MISSING: Final = frozenset(["NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "nan", "NaN", "<NA>", "\\N"])
-"""Cells of optional numbers and booleans that mean no value, as pandas, R and databases write them."""
-TRUTHS: Final = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-"""Cells of booleans."""
 UNDECODED: Final = "surrogateescape"
 """Error handler that keeps bytes which are not text, so that only their row is refused."""
-_INTEGER: Final = re.compile(r"[+-]?[0-9]{1,20}")
-_INTEGERS: Final = re.compile(r"[+-]?[0-9]{1,20}(?:,[+-]?[0-9]{1,20})*")
 ONE_A_LINE: Final = "jq -c . FILE, or jq -c '.data[]' FILE if the samples are a list in it"
 
 
@@ -66,9 +63,6 @@ class LineSettings(Record, frozen=True, kw_only=True):
         return decode(cls, common, "index: common", max_bytes=_MAX_SETTINGS)
 
 
-CellValue = Callable[[str, str, str, str], object]
-"""Returns the value of a cell, given its type, its column and where it is."""
-
 LineName = Callable[[int], str]
 """Returns the name of a line for messages, given its number among the lines that are parsed."""
 
@@ -77,8 +71,7 @@ class LineRows(NamedTuple):
     """The rows of consecutive lines."""
 
     lines: Sequence[int]  # number, among these lines, of the first line of each row; empty lines are no rows
-    # sequence: of each row, its object in JSON or its cells in CSV, or the error that says why there is none
-    rows: Any
+    rows: Any  # of each row its object of JSON, or the error that says why there is none; or rows of CSV
     num_lines: int  # lines that the rows take, with empty ones
     num_bytes: int  # the same in bytes: less than all if the last row of CSV continues after the last line
 
@@ -109,28 +102,26 @@ def line_columns(
         return f"line {line + 1} of the block"
 
     def row_name(row: int) -> str:
-        return name_of(found.lines[row])
+        return name_of(found.lines[kept[row]])
 
+    error: ShardkitError | None
     if encoding == "jsonl":
         found = json_rows(bytes(data), name_of)
-    else:
-        found = csv_rows(bytes(data), settings.delimiter, settings.quote, name_of)
-    if skipped:
         kept = [row for row in range(len(found.rows)) if row not in skipped]
-        found = found._replace(
-            lines=[found.lines[row] for row in kept], rows=[found.rows[row] for row in kept]
-        )
-    rows = found.rows
-    if encoding == "csv":
-        types = {name: cell_type(kind) for name, kind in schema.items()}
-        rows = cell_samples(rows, settings.names, types, row_name)
-    error: ShardkitError | None = next((row for row in rows if isinstance(row, ShardkitError)), None)
-    if error is None:
-        columns, errors = encode_rows(schema, rows, row_name)
-        if not errors:
-            return columns, len(rows)
+        rows = [found.rows[row] for row in kept]
+        error = next((row for row in rows if isinstance(row, ShardkitError)), None)
+        columns, errors = encode_rows(schema, rows, row_name) if error is None else ({}, {})
+    else:
+        found = csv_rows(bytes(data), settings.names, settings.delimiter, settings.quote, name_of)
+        kept = [row for row in range(len(found.rows)) if row not in skipped]
+        arrays, errors = found.rows.take(kept).columns(schema, row_name)
+        batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(schema, keys=False))
+        columns, error = dict(zip(schema.stored, stored_columns(schema, batch), strict=True)), None
+    if errors:
         error = errors[min(errors)]
-    raise FormatError(f"{where}: cannot be decoded ({error}); adopt the file again") from error
+    if error is not None:
+        raise FormatError(f"{where}: cannot be decoded ({error}); adopt the file again") from error
+    return columns, len(kept)
 
 
 # ---- JSON
@@ -179,7 +170,90 @@ def object_of(value: object, where: str) -> dict[str, object]:
 # ---- CSV
 
 
+@dataclass(frozen=True, eq=False)
+class CsvRows:
+    """Rows of a table, by column."""
+
+    cells: Any  # record batch of texts, which are empty in bad rows
+    bad: Mapping[int, SourceError]  # rows that are none, and why
+
+    def __len__(self) -> int:
+        return int(self.cells.num_rows)
+
+    def __getitem__(self, part: slice) -> CsvRows:
+        return self.take(range(*part.indices(len(self))))
+
+    def take(self, rows: Sequence[int]) -> CsvRows:
+        """Return some of the rows."""
+        if len(rows) == len(self):
+            return self
+        bad = {place: self.bad[row] for place, row in enumerate(rows) if row in self.bad} if self.bad else {}
+        return CsvRows(self.cells.take(pa.array(rows, pa.int64())), bad)
+
+    def columns(
+        self, fields: Schema, name_of: Callable[[int], str]
+    ) -> tuple[list[Any], dict[int, ShardkitError]]:
+        """Return the columns of fields in their Arrow types, and why rows do not fit; `name_of` names a row."""
+        names = [name for name in fields if name in self.cells.schema.names]
+        texts = [without_missing(self.cells.column(name), fields[name]) for name in names]
+        whole = pa.array(range(len(self)), pa.int64())  # a table may have none of the fields
+        found = ForeignColumns(pa.RecordBatch.from_arrays([*texts, whole], [*names, ""]), "", 0, name_of)
+        found.bad.update(self.bad)
+        arrays = [found.conform(name, kind) for name, kind in fields.items()]
+        return arrays, found.bad
+
+
 def csv_rows(
+    data: bytes,
+    names: Sequence[str],
+    delimiter: str,
+    quote: str,
+    name_of: LineName,
+    *,
+    encoding: str = "utf-8",
+    is_last: bool = True,
+) -> LineRows:
+    """Parse rows of strict CSV that have a cell for each of the named columns; arguments as for `split_rows`.
+
+    Lines that are certainly rows are parsed by pyarrow, whose reader of quotes is not strict, and others by `csv`.
+    """
+    marks = (b'\n"', f'{delimiter}"'.encode())
+    may_enclose = quote != "none" and b'"' in data and any(mark in b"\n" + data for mark in marks)
+    if data and are_plain_rows(quote, data) and not may_enclose:
+        try:
+            cells = _plain_cells(data, names, delimiter)
+            return LineRows(range(len(cells)), CsvRows(cells, {}), len(cells), len(data))
+        except pa.ArrowInvalid:  # a row of another size, or bytes that are not UTF-8
+            pass
+    found = split_rows(data, delimiter, quote, name_of, encoding=encoding, is_last=is_last)
+    rows, bad = found.rows, {}
+    for row, cells in enumerate(rows):
+        if not isinstance(cells, SourceError) and len(cells) != len(names):
+            cells = SourceError(
+                f"{name_of(found.lines[row])}: {len(cells)} cells, but the header has {len(names)}; fix the row"
+            )
+        if isinstance(cells, SourceError):
+            bad[row], rows[row] = cells, [""] * len(names)
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    arrays = [pa.array(column, pa.large_string()) for column in columns]
+    return found._replace(rows=CsvRows(pa.RecordBatch.from_arrays(arrays, list(names)), bad))
+
+
+def _plain_cells(data: bytes, names: Sequence[str], delimiter: str) -> Any:
+    if data.startswith(BOM_UTF8):  # pyarrow would leave it out
+        raise pa.ArrowInvalid("a mark")
+    texts = dict.fromkeys(names, pa.large_string())
+    table = pacsv.read_csv(
+        pa.BufferReader(data),
+        pacsv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=list(names)),
+        pacsv.ParseOptions(delimiter=delimiter, quote_char=False),
+        pacsv.ConvertOptions(column_types=texts, strings_can_be_null=False),
+    )
+    (batch,) = table.combine_chunks().to_batches()
+    return batch
+
+
+def split_rows(
     data: bytes,
     delimiter: str,
     quote: str,
@@ -188,7 +262,7 @@ def csv_rows(
     encoding: str = "utf-8",
     is_last: bool = True,
 ) -> LineRows:
-    """Split rows of strict CSV into cells.
+    """Split rows of strict CSV into lists of cells.
 
     Args:
         data: whole lines in UTF-8; other bytes are an error of their row.
@@ -200,11 +274,7 @@ def csv_rows(
         is_last: a quote that is not closed is an error; otherwise, its row is left for a call with more lines.
     """
     text = data.decode(errors=UNDECODED)
-    if data and are_plain_rows(quote, data):
-        texts = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-        found = LineRows(range(len(texts)), [line.split(delimiter) for line in texts], len(texts), len(data))
-    else:
-        found = _parse_cells(text, delimiter, quote, name_of, is_last=is_last)
+    found = _parse_cells(text, delimiter, quote, name_of, is_last=is_last)
     rows, lines = found.rows, found.lines
     is_text = text.isascii() or _is_text(text)
     if not is_text or (quote == "maybe" and '"' in text):
@@ -291,137 +361,3 @@ def _no_row(where: str, error: csv.Error) -> SourceError:
     return SourceError(
         f"{where}: not CSV ({error}); fix the line, or pass --quote none if quotes are plain characters"
     )
-
-
-def even_rows(rows: Sequence[Any], names: Sequence[str], name_of: Callable[[int], str]) -> Sequence[Any]:
-    """Return rows of cells, each that has not one for each column replaced by an error."""
-    try:
-        if set(map(len, rows)) == {len(names)}:
-            return rows
-    except TypeError:  # an error has no length
-        pass
-    return [
-        SourceError(f"{name_of(row)}: {len(cells)} cells, but the header has {len(names)}; fix the row")
-        if not isinstance(cells, SourceError) and len(cells) != len(names)
-        else cells
-        for row, cells in enumerate(rows)
-    ]
-
-
-def cell_samples(
-    rows: Sequence[Any],
-    names: Sequence[str],
-    types: Mapping[str, str],
-    name_of: Callable[[int], str],
-    value_of: CellValue | None = None,
-) -> list[Any]:
-    """Return a sample for each row of cells, or the error that says why there is none.
-
-    Args:
-        rows: rows of `csv_rows`.
-        names: columns of the file.
-        types: column to convert → type, of `cell_type`.
-        name_of: returns the name of a row.
-        value_of: function to convert with instead of `cell_value`.
-    """
-    rows = even_rows(rows, names, name_of)
-    try:
-        if value_of is not None:
-            raise ValueError("each cell is converted by itself")
-        columns = zip(names, zip(*rows, strict=True), strict=True)
-        values = {name: _cell_values(cells, types[name], name) for name, cells in columns if name in types}
-        if values:
-            return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-    except (ValueError, KeyError, TypeError, SourceError):
-        pass
-    return [
-        row
-        if isinstance(row, SourceError)
-        else _cell_sample(row, names, types, name_of(place), value_of or cell_value)
-        for place, row in enumerate(rows)
-    ]
-
-
-def _cell_sample(
-    cells: Sequence[str], names: Sequence[str], types: Mapping[str, str], where: str, value_of: CellValue
-) -> dict[str, object] | SourceError:
-    try:
-        named = zip(names, cells, strict=True)
-        return {name: value_of(cell, types[name], name, where) for name, cell in named if name in types}
-    except SourceError as error:
-        return error
-
-
-def cell_type(kind: FieldType) -> str:
-    """Return the type for `cell_value`; dates, times and decimals stay texts, which the schema parses."""
-    return ("str" if kind.logical is not None else str(kind.required)) + "?" * kind.optional
-
-
-def cell_value(cell: str, kind: str, name: str, where: str) -> object:
-    """Return the value of a cell of a type; an empty cell of an optional field has none.
-
-    Raises:
-        SourceError: The cell does not have this type.
-    """
-    if kind.endswith("?"):
-        kind = kind.removesuffix("?")
-        if not cell or (cell in MISSING and _takes_numbers(kind, cell)):
-            return None
-    if kind == "str":
-        return cell
-    if kind == "bytes":
-        return cell.encode()
-    if kind == "json" or "[" in kind:
-        return parse_json(cell.encode(), f"{where}, field {name!r}")
-    if kind == "bool" and cell in TRUTHS:
-        return TRUTHS[cell]
-    if "int" in kind and _INTEGER.fullmatch(cell):
-        return int(cell)
-    if "float" in kind:
-        with suppress(ValueError):
-            number = float(cell)
-            if abs(number) < EXACT_INTEGER or _is_same(cell, number, kind):
-                return number
-    shown = repr(cell) if len(cell) <= 40 else repr(cell[:37] + "…")
-    raise SourceError(
-        f"{where}: field {name!r} is {shown}, expected {kind}; fix the row, or pass --schema "
-        f"{shell_word(name)}={'str' if cell and cell not in MISSING else f'{kind}?'}"
-    )
-
-
-def _is_same(cell: str, number: float, kind: str) -> bool:
-    """Return False if a number overflows, or is an integer that float64 would change."""
-    if not math.isfinite(number):
-        return "n" in cell.lower()  # nan, inf and infinity
-    return kind != "float64" or re.fullmatch(r"[+-]?[0-9]+", cell) is None or int(cell) == number
-
-
-def _cell_values(cells: Sequence[str], kind: str, name: str) -> Sequence[object]:
-    """Return the values that `cell_value` returns for each cell.
-
-    Raises:
-        ValueError, KeyError, SourceError: A cell must be looked at by itself.
-    """
-    if kind.endswith("?"):
-        values = iter(_cell_values([cell for cell in cells if cell], kind.removesuffix("?"), name))
-        return [next(values) if cell else None for cell in cells]
-    if kind == "str" or not cells:
-        return cells
-    if kind == "bool":
-        return [TRUTHS[cell] for cell in cells]
-    if "[" not in kind and "float" in kind:
-        numbers = list(map(float, cells))
-        if not all(-EXACT_INTEGER < number < EXACT_INTEGER or number != number for number in numbers):
-            raise ValueError("numbers that float64 may change")
-        return numbers
-    if "[" not in kind and "int" in kind:
-        if not _INTEGERS.fullmatch(",".join(cells)):
-            raise ValueError("not integers")
-        return list(map(int, cells))
-    return [cell_value(cell, kind, name, "") for cell in cells]
-
-
-def _takes_numbers(kind: str, cell: str) -> bool:
-    """Return True if a type holds numbers or booleans only, and the cell is none of them."""
-    is_number = "[" not in kind and ("int" in kind or "float" in kind or kind == "bool")
-    return is_number and not ("float" in kind and cell.lower() == "nan")

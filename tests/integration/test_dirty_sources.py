@@ -857,8 +857,23 @@ def test_an_error_of_one_row_says_that_a_build_can_leave_it_out(
         (1.0, 1e300, "float32", {}),
         ([1, 2], [3], "int64[2]", {}),
         ("1", "{", "json", {}),
+        ("1", "1e400", "float64", {}),
+        ("1", "0x1f", "int64", {}),
+        ("[1]", "[300]", "int8[*]", {}),
     ],
-    ids=["nan", "null", "statistics", "path", "no-value", "overflow", "shape", "json"],
+    ids=[
+        "nan",
+        "null",
+        "statistics",
+        "path",
+        "no-value",
+        "overflow",
+        "shape",
+        "json",
+        "infinity",
+        "hexadecimal",
+        "list",
+    ],
 )
 def test_a_value_of_a_later_row_group_that_does_not_fit_is_found_by_the_adoption(
     good: object, bad: object, kind: str | None, options: dict[str, Any], tmp_path: Path

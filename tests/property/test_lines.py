@@ -9,14 +9,17 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import Schema
-from shardkit.formats.block import payloads_of
-from shardkit.formats.line_blocks import cell_samples, cell_value, csv_rows, json_rows
+from shardkit.formats.arrow_writing import arrow_schema
+from shardkit.formats.block import payloads_of, stored_columns
+from shardkit.formats.cells import cell_value, is_missing
+from shardkit.formats.line_blocks import CsvRows, csv_rows, json_rows, split_rows
 from shardkit.formats.sample_columns import encode_rows
 from shardkit.formats.strict_json import parse_json, parse_objects
 
@@ -112,13 +115,47 @@ def test_columns_have_the_payloads_of_their_samples(kind: str, optional: bool, v
             schema.encode({"f": value}, where=f"row {row}")
 
 
-_CELLS = st.text('a1,"\r\n \ufeffé\0', max_size=5) | st.sampled_from(
-    ["", "NA", "nan", "true", "07", "1e5", "1_0", "+5"]
+_CELLS = (
+    st.text('a1,"\r\n \ufeffé\0', max_size=5)
+    | st.sampled_from(
+        [
+            "",
+            "NA",
+            "nan",
+            "true",
+            "07",
+            "1e5",
+            "1_0",
+            "+5",
+            "-0",
+            "-0.0",
+            ".5",
+            "1.",
+            "300",
+            "1e39",
+            "9223372036854775808",
+            "2024-02-29",
+            "[1, 2]",
+            "0x1",
+            "-inf",
+            "1e-400",
+            "0.1000000000000000055511151231257827",
+        ]
+    )
+    | st.from_regex(r"[+-]?[0-9]{0,19}([.][0-9]{0,20})?([eE][+-]?[0-9]{1,3})?", fullmatch=True)
 )
 
 
-@settings(max_examples=300)
-@given(st.text('a1,"\r\n \ufeffé\0', max_size=30), st.booleans())
+@settings(max_examples=500)
+@given(
+    st.text('a1,"\r\n \ufeffé\0', max_size=30)
+    | st.lists(st.lists(st.text('a1" \ufeffé\0', max_size=3), min_size=2, max_size=2).map(",".join)).map(
+        "\n".join
+    ),
+    st.booleans(),
+)
+@example("\ufeffa,b", False)
+@example('"a,b\r\n', False)
 def test_rows_of_csv_are_those_of_the_csv_module(text: str, encloses: bool) -> None:
     lines = io.StringIO(text, newline="")
     reader = csv.reader(lines, quoting=csv.QUOTE_MINIMAL if encloses else csv.QUOTE_NONE, strict=True)
@@ -134,29 +171,66 @@ def test_rows_of_csv_are_those_of_the_csv_module(text: str, encloses: bool) -> N
         if row:
             expected[line] = row
         line = reader.line_num
-    found = csv_rows(text.encode(), ",", '"' if encloses else "none", str)
-    rows = ["error" if isinstance(row, SourceError) else row for row in found.rows]
-    assert dict(zip(found.lines, rows, strict=True)) == expected
+    quote = '"' if encloses else "none"
+    split = split_rows(text.encode(), ",", quote, str)
+    rows = ["error" if isinstance(row, SourceError) else row for row in split.rows]
+    assert dict(zip(split.lines, rows, strict=True)) == expected
+    found = csv_rows(text.encode(), ["x", "y"], ",", quote, str)
+    cells: list[Any] = [list(row.values()) for row in found.rows.cells.to_pylist()]
+    assert list(found.lines) == list(split.lines)
+    assert found[2:] == split[2:]
+    for number, one in enumerate(rows):
+        if isinstance(one, list) and len(one) == 2:
+            assert number not in found.rows.bad
+            assert cells[number] == one
+        else:
+            assert number in found.rows.bad
 
 
 @settings(max_examples=300)
 @given(
-    st.lists(_CELLS, max_size=6),
-    st.sampled_from(["str", "bytes", "bool", "int64", "float64", "json", "int32[*]"]),
+    st.lists(_CELLS, min_size=1, max_size=6),
+    st.sampled_from(
+        [
+            "str",
+            "bytes",
+            "bool",
+            "int8",
+            "int64",
+            "uint64",
+            "float16",
+            "float32",
+            "float64",
+            "json",
+            "int32[*]",
+            "date",
+        ]
+    ),
     st.booleans(),
 )
-def test_cells_of_a_column_have_the_values_that_each_has_alone(
+@example(["0x1f", "0X1"], "int64", False)
+@example(["1" * 20, "0" * 25], "uint64", False)
+@example(["1e400", "inf"], "float64", False)
+@example([str(2**53 + 1), "0.5"], "float64", False)
+@example(["65520", "65519.99"], "float16", False)
+def test_cells_of_a_column_have_the_payloads_that_each_has_alone(
     cells: list[str], kind: str, optional: bool
 ) -> None:
-    kind += "?" * optional
-    rows = cell_samples([[cell] for cell in cells], ["f"], {"f": kind}, str)
-    for cell, row in zip(cells, rows, strict=True):
+    schema = Schema.parse({"f": kind + "?" * optional})
+    batch = pa.RecordBatch.from_arrays([pa.array(cells, pa.large_string())], ["f"])
+    arrays, bad = CsvRows(batch, {}).columns(schema, "row {}".format)
+    batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(schema, keys=False))
+    columns = [payloads_of(column) for column in stored_columns(schema, batch)]
+    found = list(zip(*([bytes(one) for one in column] for column in columns), strict=True))
+    for row, cell in enumerate(cells):
+        known, refused, expected = schema["f"], "", None
         try:
-            expected = cell_value(cell, kind, "f", "")
-        except SourceError:
-            assert isinstance(row, SourceError)
-        else:
-            assert repr(row) == repr({"f": expected})
+            value = None if is_missing(cell, known) else cell_value(cell, known, "f", f"row {row}")
+            expected = schema.encode({"f": value}, where=f"row {row}")
+        except (SourceError, SampleError) as error:
+            refused = str(error)
+        assert str(bad.get(row, "")) == refused
+        assert refused or found[row] == expected
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
@@ -166,7 +240,7 @@ def test_a_row_that_continues_in_the_next_piece_is_read_once(size: int) -> None:
     lines, rows, first, held = text.splitlines(keepends=True), [], 0, b""
     for start in range(0, len(lines), size):
         piece = held + b"".join(lines[start : start + size])
-        found = csv_rows(piece, ",", '"', str, is_last=start + size >= len(lines))
+        found = split_rows(piece, ",", '"', str, is_last=start + size >= len(lines))
         rows += [(first + line, row) for line, row in zip(found.lines, found.rows, strict=True)]
         held, first = piece[found.num_bytes :], first + found.num_lines
     assert rows == [(0, ["a", "1\n2"]), (2, ["b", "3\n\n4"]), (6, ["c", "d"])]

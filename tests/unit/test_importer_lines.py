@@ -13,7 +13,7 @@ import zstandard
 import shardkit
 import shardkit_tools.importers.line_ranges as line_ranges
 from shardkit.errors import SchemaError, SourceError, UsageError
-from shardkit.formats.line_blocks import MISSING
+from shardkit.formats.cells import MISSING
 from shardkit_tools import build
 from shardkit_tools.adopting import adopt
 from shardkit_tools.importers import ImportOptions, SourceFailure, open_source, parse_field_types

@@ -177,10 +177,10 @@ class _LineScan:
 
     def _check(self, block: LineBlock) -> NDArray[np.bool_]:
         """Encode rows, note why some cannot be, and return which can be read."""
-        good, _, bad = self.importer.encode(self.importer.samples(block))
+        _, bad = self.importer.encode(block)
         self._failures += [str(bad[row]) for row in sorted(bad)]
-        is_good = np.zeros(len(block.rows), np.bool_)
-        is_good[good] = True
+        is_good = np.ones(len(block.rows), np.bool_)
+        is_good[list(bad)] = False
         return is_good
 
     def _first_rows(self) -> int:

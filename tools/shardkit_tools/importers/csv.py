@@ -18,26 +18,24 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from shardkit.errors import SourceError, UsageError
+from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.extras import shell_word
+from shardkit.formats.cells import MISSING, TRUTHS, cell_value, is_missing
 from shardkit.formats.compression import PACKED_HEADS
 from shardkit.formats.line_blocks import (
-    MISSING,
-    TRUTHS,
     UNDECODED,
     LineName,
     LineRows,
     are_plain_rows,
-    cell_samples,
-    cell_type,
-    cell_value,
     csv_rows,
-    even_rows,
+    split_rows,
 )
 from shardkit.formats.sample_columns import is_exact
 from shardkit_tools.importers.line_importer import (
@@ -122,8 +120,12 @@ class CsvImporter(LineImporter):
     def parser(self, file: SourceFile) -> ParseLines:
         delimiter = delimiter_of(file, self.encoding)
 
+        names = self.names_of(file)
+
         def parse(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
-            return csv_rows(data, delimiter, self.quote, name_of, encoding=self.encoding, is_last=is_last)
+            return csv_rows(
+                data, names, delimiter, self.quote, name_of, encoding=self.encoding, is_last=is_last
+            )
 
         return parse
 
@@ -142,8 +144,13 @@ class CsvImporter(LineImporter):
             head = stream.read(8)
         if suffix := next((PACKED_HEADS[one] for one in PACKED_HEADS if head.startswith(one)), ""):
             raise SourceError(f"{file.path}: it is compressed; name it .{suffix}")
+        delimiter = delimiter_of(file, self.encoding)
+
+        def parse(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
+            return split_rows(data, delimiter, self.quote, name_of, encoding=self.encoding, is_last=is_last)
+
         lines = (line for piece in self.pieces(file) for line in piece.splitlines(keepends=True))
-        block = next(parse_pieces(file, lines, self.parser(file)), None)
+        block = next(parse_pieces(file, lines, parse), None)
         header: list[str] | SourceError = block.rows[0] if block is not None and block.rows else []
         if isinstance(header, SourceError):
             raise header
@@ -167,13 +174,33 @@ class CsvImporter(LineImporter):
         return dict.fromkeys(header)
 
     def samples(self, block: LineBlock) -> LineBlock:
-        types = {name: cell_type(kind) for name, kind in self.fields.items()}  # without excluded columns
-        names = self.names_of(block.file)
-        value_of = _value_or_cell if self.options.unchecked else None
-        rows = cell_samples(block.rows, names, types, block.name_of, value_of)
-        if lacking := dict.fromkeys(name for name in types if name not in names):
-            rows = [row if isinstance(row, SourceError) else row | lacking for row in rows]
+        rows: list[Any] = []
+        for row, cells in enumerate(block.rows.cells.to_pylist()):
+            try:
+                if row in block.rows.bad:
+                    raise block.rows.bad[row]
+                rows.append(
+                    {name: self._value(cells.get(name), name, block.name_of(row)) for name in self.fields}
+                )
+            except SourceError as error:
+                rows.append(error)
         return block._replace(rows=rows)
+
+    def _value(self, cell: str | None, name: str, where: str) -> object:
+        """Return the value of a cell; `unchecked`, one that does not fit is the cell itself."""
+        kind = self.fields[name]
+        if cell is None or is_missing(cell, kind):
+            return None
+        try:
+            return cell_value(cell, kind, name, where)
+        except SourceError:
+            if not self.options.unchecked:
+                raise
+            return cell or None
+
+    def encode(self, block: LineBlock) -> tuple[list[Any], dict[int, ShardkitError]]:
+        columns, bad = block.rows.columns(self.fields, block.name_of)
+        return columns, bad
 
     def plain_rows(self, lines: bytes) -> NDArray[np.int64] | None:
         return line_starts(lines) if are_plain_rows(self.quote, lines) else None
@@ -196,8 +223,17 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
         source=source, options=options, fields=SourceSchema({}), names=(), encoding=encoding, quote=quote
     )
     source, headers = open_each(source, options, opened.header)
-    opened = replace(opened, source=source)
     first = headers[0]
+    opened = replace(
+        opened,
+        source=source,
+        names=tuple(first),
+        others={
+            file.name: tuple(header)
+            for file, header in zip(source.files, headers, strict=True)
+            if list(header) != list(first)
+        },
+    )
     for file, header in zip(source.files, headers, strict=True):
         if first.keys().isdisjoint(header):  # such as a part of a table without a header
             raise SourceError(
@@ -220,12 +256,6 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
     return replace(
         opened,
         fields=options.schema(types, source.given),
-        names=tuple(first),
-        others={
-            file.name: tuple(header)
-            for file, header in zip(source.files, headers, strict=True)
-            if list(header) != list(first)
-        },
         cut=cut_lines(source.files, whole, is_plain=functools.partial(are_plain_rows, quote)),
     )
 
@@ -251,23 +281,18 @@ def _infer(importer: CsvImporter, headers: Sequence[dict[str, None]]) -> dict[st
     """Return the types of the columns of all files, and note what may surprise."""
     source, options = importer.source, importer.options
     columns = {name: _Column() for header in headers for name in header}
-    names_of = {file.name: list(header) for file, header in zip(source.files, headers, strict=True)}
 
     def blocks_of(file: SourceFile) -> Iterator[LineBlock]:
         return importer.blocks(file, importer.pieces(file))
 
     seen = 0
     for block in blocks_to_infer(source, blocks_of, _SCAN_ROWS, skip=options.skip_bad_rows):
-        names = names_of[block.file.name]
-        rows = even_rows(block.rows, names, block.name_of)
-        places = [place for place, row in enumerate(rows) if not isinstance(row, SourceError)]
-        if len(places) < len(rows):
-            if not options.skip_bad_rows:
-                raise next(row for row in rows if isinstance(row, SourceError))
-            rows = [rows[place] for place in places]
-        seen += len(rows)
-        for name, cells in zip(names, zip(*rows, strict=True), strict=bool(rows)):
-            columns[name].add(cells, lambda place: block.name_of(places[place]))  # noqa: B023
+        if block.rows.bad and not options.skip_bad_rows:
+            raise block.rows.bad[min(block.rows.bad)]
+        places = np.delete(np.arange(len(block.rows)), list(block.rows.bad))
+        seen += len(places)
+        for name, cells in zip(block.rows.cells.schema.names, block.rows.cells.columns, strict=True):
+            columns[name].add(cells, places, block.name_of)
     if not seen:
         raise SourceError(f"{source.given}: a header and no rows; give a table with samples in it")
     kinds = {name: column.kinds for name, column in columns.items()}
@@ -290,21 +315,23 @@ class _Column:
 
     def __init__(self) -> None:
         self.kinds: dict[str, str] = {}  # kind → its first cell and where it is
-        self._known = re.compile("(?!)")  # cells of these kinds, joined by commas
 
-    def add(self, cells: Sequence[str], name_of: Callable[[int], str]) -> None:
+    def add(self, cells: Any, places: NDArray[np.int64], name_of: Callable[[int], str]) -> None:
         """Note the kinds of more cells; of a column with text, which decides its type, no more are looked at."""
-        if "str" in self.kinds:
-            return
-        text = ",".join(cells)
-        if text.count(",") == len(cells) - 1 and self._known.fullmatch(text):
-            return
-        for place, cell in enumerate(cells):
-            kind = _kind(cell)
-            if kind not in self.kinds:
-                self.kinds[kind] = f"{cell!r} in {name_of(place)}"
-        if known := "|".join(f"(?:{_PLAIN_CELLS[kind]})" for kind in self.kinds if kind in _PLAIN_CELLS):
-            self._known = re.compile(f"(?:{known})(?:,(?:{known}))*")
+        while len(places) and "str" not in self.kinds:
+            if known := "|".join(_PLAIN_CELLS[kind] for kind in self.kinds if kind in _PLAIN_CELLS):
+                own = cells if len(places) == len(cells) else cells.take(pa.array(places))
+                is_known = pc.match_substring_regex(own, rf"\A(?:{known})\z")
+                places = places[~is_known.to_numpy(zero_copy_only=False)]
+            for number, place in enumerate(places.tolist()):
+                cell = cells[place].as_py()
+                kind = _kind(cell)
+                if kind not in self.kinds:
+                    self.kinds[kind] = f"{cell!r} in {name_of(place)}"
+                    places = places[number + 1 :]
+                    break
+            else:
+                return
 
 
 def _kind(cell: str) -> str:
@@ -332,14 +359,6 @@ def _common(kinds: Collection[str]) -> str:
     elif some & {"int64", "float64"} and some <= {"int64", "float64", "not finite"}:
         kind = "float64"
     return kind if kind == "str" or "" not in kinds else f"{kind}?"
-
-
-def _value_or_cell(cell: str, kind: str, name: str, where: str) -> object:
-    """Return the value, the cell itself if it does not convert, or None for an empty cell."""
-    try:
-        return cell_value(cell, kind, name, where)
-    except SourceError:
-        return cell or None
 
 
 @functools.lru_cache(maxsize=1024)

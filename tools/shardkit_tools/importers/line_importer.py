@@ -11,10 +11,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import RowOrigin
+from shardkit.dataset.encoding import RowOrigin, index_array
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.arrow_writing import arrow_array, arrow_schema
-from shardkit.formats.block import PayloadColumn
 from shardkit.formats.line_blocks import LineName, LineRows
 from shardkit.formats.sample_columns import encode_rows
 from shardkit.formats.schema import presence_of
@@ -41,8 +40,7 @@ class LineBlock(NamedTuple):
     data: bytes  # empty if they are items of an array
     first_line: int  # number of lines before them
     lines: Sequence[int]  # number in the file of the first line of each row
-    # sequence: of each row, its object of JSON, its cells of CSV, its sample, or the error that says why there is none
-    rows: Any
+    rows: Any  # see `LineRows`; or of each row its sample, or the error that says why there is none
     numbers: Sequence[int]  # number of each row in the file, for its origin
     unit: str = "line"
 
@@ -130,44 +128,39 @@ class LineImporter(FileImporter):
         """Return a block with a sample in place of each row; errors of rows stay, and others may be added."""
         raise NotImplementedError
 
-    def encode(
-        self, block: LineBlock
-    ) -> tuple[list[int], dict[str, PayloadColumn], dict[int, ShardkitError]]:
-        """Return the rows of a block of samples that fit the schema, their stored columns, and errors of other rows."""
-        bad: dict[int, ShardkitError] = {
-            row: one for row, one in enumerate(block.rows) if isinstance(one, ShardkitError)
-        }
-        while True:
-            good = [row for row in range(len(block.rows)) if row not in bad]
-            samples = [block.rows[row] for row in good] if bad else block.rows
-            columns, errors = encode_rows(self.fields, samples, lambda row: block.name_of(good[row]))  # noqa: B023
-            if not errors:
-                return good, columns, bad
-            bad |= {good[row]: error for row, error in errors.items()}
+    def encode(self, block: LineBlock) -> tuple[list[Any], dict[int, ShardkitError]]:
+        """Return the fields of the rows of a block in their Arrow types, and why rows do not fit the schema."""
+        rows = self.samples(block).rows
+        bad = {row: one for row, one in enumerate(rows) if isinstance(one, ShardkitError)}
+        if bad:
+            rows = [{} if row in bad else one for row, one in enumerate(rows)]
+        columns, errors = encode_rows(self.fields, rows, block.name_of)
+        arrays = [
+            arrow_array(kind, columns[name], name, columns.get(presence_of(name)))
+            for name, kind in self.fields.items()
+        ]
+        return arrays, {**errors, **bad}
 
     def decode(self, task: SourceTask, seen: FileObserver = ignore_file) -> DecodedStream:
         for block in self._task_blocks(task):
             if isinstance(block, SourceFailure):
                 yield block
                 continue
-            good, columns, bad = self.encode(block)
+            arrays, bad = self.encode(block)
             for row, error in sorted(bad.items()):
                 yield SourceFailure(block.file.name, block.numbers[row], error)
-            if not good:
-                continue
-            arrays = [
-                arrow_array(kind, columns[name], name, columns.get(presence_of(name)))
-                for name, kind in self.fields.items()
-            ]
-            numbers = np.array(block.numbers, np.int64)[good]
-            batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(self.schema, keys=False))
-            yield DecodedRows(batch, RowOrigin([block.file.name] * len(good), numbers))
+            good = np.delete(np.arange(len(block.rows)), list(bad))
+            if len(good):
+                batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(self.schema, keys=False))
+                origin = RowOrigin([block.file.name] * len(good), np.array(block.numbers, np.int64)[good])
+                yield DecodedRows(batch.take(index_array(good)) if bad else batch, origin)
 
     def _rows(self, task: SourceTask) -> SampleStream:
         for block in self._task_blocks(task):
             if isinstance(block, SourceFailure):
                 yield block
                 continue
+            block = self.samples(block)
             for row, (number, sample) in enumerate(zip(block.numbers, block.rows, strict=True)):
                 if isinstance(sample, ShardkitError):
                     yield SourceFailure(block.file.name, number, sample)
@@ -175,10 +168,10 @@ class LineImporter(FileImporter):
                     yield SourceSample(sample, None, block.file.name, number, where=block.name_of(row))
 
     def _task_blocks(self, task: SourceTask) -> Iterator[LineBlock | SourceFailure]:
-        """Yield the samples of a task; damage of a file is the failure of row -1, so that other files are read."""
+        """Yield the rows of a task; damage of a file is the failure of row -1, so that other files are read."""
         for file in task.files:
             try:
                 pieces = self.pieces(file, task.start, task.stop)
-                yield from map(self.samples, self.blocks(file, pieces, task.first_row))
+                yield from self.blocks(file, pieces, task.first_row)
             except SourceError as error:
                 yield SourceFailure(file.name, -1, error)
