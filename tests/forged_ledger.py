@@ -8,8 +8,7 @@ from typing import Any
 
 from shardkit.documents import encode
 from shardkit.ledger import Ledger
-from shardkit.ledger.ledger import encode_line, parse_lines
-from shardkit.ledger.trees import Tree, leaf_hash
+from shardkit.ledger.ledger import Tree, encode_line, leaf_hash, parse_lines
 
 Event = dict[str, Any]
 HeadOf = Callable[[int], Event]

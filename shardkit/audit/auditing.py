@@ -32,11 +32,11 @@ from shardkit.copies.shard_checks import Level
 from shardkit.copies.verify import verify
 from shardkit.errors import ShardkitError
 from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
-from shardkit.ledger.bindings import AMENDMENT, CHECKPOINT, CONFIGURATION, DEALT, UNDO
+from shardkit.ledger.bindings import AMENDMENT, CHECKPOINT, CONFIGURATION, DEALT, LOSSES, UNDO
 from shardkit.ledger.decisions import DECISION
 from shardkit.ledger.events import JOURNALED
 from shardkit.ledger.ledger import StepRecords
-from shardkit.ledger.losses import LOSSES, digest_of_losses
+from shardkit.ledger.losses import digest_of_losses
 from shardkit.plan.mixers import MixFunction
 from shardkit.telemetry.records import json_object
 

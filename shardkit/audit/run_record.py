@@ -18,17 +18,19 @@ from shardkit.errors import FormatError, NotFoundError, ShardkitError
 from shardkit.ledger import Ledger, Merge, journal_paths, merge_journals
 from shardkit.ledger.bindings import CONFIGURATION, Amendment, amendment_states
 from shardkit.ledger.events import Head
-from shardkit.ledger.journal import JournalFile, read_file, xxh3
+from shardkit.ledger.files import read_file
+from shardkit.ledger.journal import JournalFile, xxh3
 from shardkit.ledger.ledger import (
     RECORD_BYTES,
     LedgerState,
     StepRecords,
+    Tree,
     consecutive,
+    leaf_hash,
     parse_events,
     parse_records,
 )
 from shardkit.ledger.losses import Losses
-from shardkit.ledger.trees import Tree, leaf_hash
 from shardkit.plan import Plan
 from shardkit.stores.local import open_store
 from shardkit.stores.store import Store, object_name

@@ -1,7 +1,7 @@
 """Events that a process records durably before it acts: checkpoints, settings, lane owners and amendments of the plan.
 
 SPEC.md, "Events", has the rules. Functions read the events back; `ledger_head` merges the journals and returns the
-head that a checkpoint stores. `losses.py` binds losses.
+head that a checkpoint stores.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from shardkit.errors import IntegrityError, StateError
 from shardkit.ledger.ledger import Ledger
-from shardkit.ledger.losses import bind_losses
+from shardkit.ledger.losses import digest_of_losses
 from shardkit.ledger.merging import Merge, Source, merge_journals
 from shardkit.stores.file_operations import explained
 
@@ -30,6 +32,8 @@ CONFIGURATION: Final = "configuration"
 """Kind of the event of a start with changed settings."""
 DEALT: Final = "dealt"
 """Kind of the event of a start whose lanes were distributed by cached data."""
+LOSSES: Final = "losses"
+"""Kind of the event of losses that were merged since the last such event."""
 AMENDMENT: Final = "amendment"
 """Kind of the event of a change of the plan, recorded before a start applies it."""
 UNDO: Final = "undo"
@@ -58,7 +62,7 @@ def bind_checkpoint(
     """
     with Ledger(Path(run), writing=True) as ledger:
         Merge(ledger, step)
-        bind_losses(ledger)
+        _bind_losses(ledger)
         event: dict[str, Any] = {
             "kind": CHECKPOINT, "step": ledger.next_step if step is None else step, "name": name,
             "checkpoint": checkpoint, "merged": ledger.next_step,
@@ -70,6 +74,19 @@ def bind_checkpoint(
         if known is None or known["checkpoint"] != checkpoint or is_abandoned:
             ledger.add_event(event)
         ledger.commit()
+
+
+def _bind_losses(ledger: Ledger) -> None:
+    """Add an event with the digest of the losses merged since the last such event: later heads cover them."""
+    known = _last(ledger, LOSSES)
+    first = 0 if known is None else known["end"]
+    records = ledger.loss_records(first)
+    if len(records):
+        before = ledger.state.loss_values - int(records["count"].sum(dtype=np.int64))
+        ledger.add_event(
+            {"kind": LOSSES, "step": ledger.next_step, "first": first, "end": first + len(records),
+             "digest": digest_of_losses(ledger, records, before)}
+        )  # fmt: skip
 
 
 def bind_configuration(
@@ -426,7 +443,7 @@ def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[st
     """
     with Ledger(Path(run), writing=True) as ledger:
         merge = Merge(ledger, step)
-        bind_losses(ledger)
+        _bind_losses(ledger)
         head = ledger.head(step)
         ledger.commit()
         _prune(merge)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import multiprocessing
 import os
 import re
-import stat
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,9 @@ from numpy.typing import NDArray
 
 from shardkit.arrays import Int64s
 from shardkit.documents import convert, decode_plain, encode
-from shardkit.errors import FormatError, StoreError, UsageError
+from shardkit.errors import FormatError, RunError, StoreError, UsageError
 from shardkit.ledger.events import PlanFacts, journaled_event
+from shardkit.ledger.files import lock_holder, read_file
 from shardkit.stores.file_operations import explained
 
 ROTATE_BYTES: Final = 1 << 20
@@ -51,6 +51,9 @@ class Journal:
         meta: facts that rebuild the plan (`events.PlanFacts`), written once.
         worker: index of this process; it records the steps that equal `worker` modulo `workers`.
         workers: number of processes of the rank that record steps.
+
+    Raises:
+        RunError: another process of this machine records steps of the rank in the directory.
     """
 
     def __init__(
@@ -71,6 +74,10 @@ class Journal:
         self._packed: tuple[tuple[int, ...], bytes] = ((), b"")
         with explained(f"write a journal in {directory}", writing=True):
             directory.mkdir(parents=True, exist_ok=True)
+        if (
+            workers == 1 and multiprocessing.parent_process() is None
+        ):  # workers of an earlier loop may still end
+            _refuse_second_writer(directory, rank)
         started = max(time.time_ns(), _newest_start(directory, rank) + 1)  # a clock may be set back
         self._header = Header(manifest, plan, rank, world, lanes, worker, workers, 0, started)
         self._descriptor = -1
@@ -108,7 +115,7 @@ class Journal:
         if self._packed[0] != key:
             self._packed = (key, struct.pack(f"<{len(key)}I", *key))
             self._recorded.update(key)
-        data = _little_endian(samples).data.cast("B")
+        data = np.ascontiguousarray(samples, "<i8").data.cast("B")
         sha256 = hashlib.sha256
         digests, first = [self._packed[1], struct.pack(f"<{len(counts)}I", *counts)], 0
         for count in counts:
@@ -190,18 +197,11 @@ class Journal:
         with explained(f"write a journal in {self._directory}", writing=True):
             self.path, self._descriptor = _new_file(self._directory, header.rank)
             # The lock is held while this process lives: a file whose lock is free is never written again.
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # a new file: `lock_holder` may hold it for a moment
         self._size = 0
         packed = HEADER.pack(MAGIC, _raw(header.manifest), _raw(header.plan), *header[2:], 0)[:-8]
         self._check = xxh3(packed)
         self._write(packed + CHECK.pack(self._check))
-
-
-def _little_endian(samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the samples as little-endian int64 in one buffer, without a copy where possible."""
-    if samples.dtype != np.int64 or sys.byteorder != "little":
-        return samples.astype("<i8")
-    return np.ascontiguousarray(samples)
 
 
 def _unicode(text: str) -> str:
@@ -234,6 +234,7 @@ PLACE: Final = struct.Struct("<I")
 MAX_STEP: Final = 1 << 62
 _MAX_BODY: Final = 1 << 26
 _MAX_LANES: Final = 1 << 24
+_PATIENCE: Final = 100  # times 0.1 s: the ranks of a killed command end with a delay
 
 CELLS, EVENT, META, LOSSES = 0, 1, 2, 3
 """Kinds of entries."""
@@ -364,12 +365,26 @@ class JournalFile:
 
 def _newest_start(directory: Path, rank: int) -> int:
     """Return the time of the last start of a rank, 0 if there is none."""
-    for path in reversed(journal_paths(directory)):
-        if _name(path)[0] == rank:
-            with contextlib.suppress(FormatError):
-                head = read_file(path, HEADER.size, size=HEADER.size) or b""
-                return _read_header(head, path)[0].started if len(head) == HEADER.size else 0
+    for path in reversed(_paths_of(directory, rank)):
+        with contextlib.suppress(FormatError):
+            head = read_file(path, HEADER.size, size=HEADER.size) or b""
+            return _read_header(head, path)[0].started if len(head) == HEADER.size else 0
     return 0
+
+
+def _refuse_second_writer(directory: Path, rank: int) -> None:
+    """Raise RunError if another process records steps of a rank: two would count as a start that repeats steps."""
+    for _ in range(_PATIENCE):
+        holder = next(
+            (one for path in _paths_of(directory, rank)[-1:] if (one := lock_holder(path))), os.getpid()
+        )
+        if holder == os.getpid():
+            return
+        time.sleep(0.1)
+    raise RunError(
+        f"run directory {directory.parent}: process {holder} records the steps of rank {rank} in it; give each process "
+        "its own rank= and world=, or a run directory of its own"
+    )
 
 
 def _read_header(head: bytes, path: Path) -> tuple[Header, int]:
@@ -438,7 +453,7 @@ def _is_torn(data: memoryview, offset: int, check: int) -> bool:
     return rest <= HEAD.size + int(size) + CHECK.size
 
 
-# ---- files; a run directory is not trusted: any file may have been replaced
+# ---- names of files
 
 _NAME: Final = re.compile(r"(\d{5,9})-(\d{5,9})\.cells")
 
@@ -456,10 +471,13 @@ def journal_paths(directory: Path) -> list[Path]:
     return sorted((directory / name for name in names if _NAME.fullmatch(name)), key=_name)
 
 
+def _paths_of(directory: Path, rank: int) -> list[Path]:
+    return [path for path in journal_paths(directory) if _name(path)[0] == rank]
+
+
 def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
     """Create and open the next file of a rank. The newest file is never removed, so no number is used twice."""
-    numbers = (number for owner, number in map(_name, journal_paths(directory)) if owner == rank)
-    number = max(numbers, default=-1) + 1
+    number = max((_name(path)[1] for path in _paths_of(directory, rank)), default=-1) + 1
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
     while True:
         path = directory / f"{rank:05d}-{number:05d}.cells"
@@ -467,27 +485,3 @@ def _new_file(directory: Path, rank: int) -> tuple[Path, int]:
             return path, os.open(path, flags, 0o644)
         except FileExistsError:
             number += 1
-
-
-def read_file(path: Path, most: int, *, size: int | None = None, offset: int = 0) -> bytes | None:
-    """Return `size` bytes from `offset` of a regular file, by default the rest; None if it does not exist.
-
-    Raises:
-        FormatError: the path names a folder, a pipe or a device, or more than `most` bytes would be read.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block us
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read ({error.strerror}); restore it from a copy") from error
-    with explained(f"read {path}"), os.fdopen(descriptor, "rb", closefd=True) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path} is not a regular file; restore it from a copy")
-        left = max(0, status.st_size - offset)
-        length = left if size is None else min(size, left)
-        if length > most:
-            raise FormatError(f"{path}: {length} bytes, expected at most {most}; restore it from a copy")
-        file.seek(offset)
-        return file.read(length)

@@ -10,8 +10,7 @@ import fcntl
 import hashlib
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +23,7 @@ from numpy.typing import NDArray
 from shardkit.documents import convert, decode_plain, encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError
 from shardkit.ledger.events import Count, check_event
-from shardkit.ledger.journal import read_file
-from shardkit.ledger.trees import Frontier, Tree, leaf_hash
+from shardkit.ledger.files import read_file, replace, write
 from shardkit.stores.file_operations import explained
 
 
@@ -413,32 +411,86 @@ class LedgerState(Struct):
                 raise ValueError("its branch is not in the records")
 
 
-# ---- files
+# ---- Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that other libraries can verify their proofs
+
+HASH_BYTES = 32
+
+EMPTY_ROOT = hashlib.sha256(b"").digest()
+"""Root of a tree without leaves."""
 
 
-@contextmanager
-def open_file(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a file and yield its descriptor."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def leaf_hash(entry: bytes) -> bytes:
+    """Return the hash of a leaf. The prefix prevents a leaf from being presented as an inner node."""
+    return hashlib.sha256(b"\0" + entry).digest()
 
 
-def write(path: Path, data: bytes, flag: int) -> None:
-    """Write data to a file and sync it. `flag` is O_APPEND or O_TRUNC."""
-    rest = memoryview(data)
-    with open_file(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
+def node_hash(left: bytes, right: bytes) -> bytes:
+    """Return the hash of the parent of two subtrees."""
+    return hashlib.sha256(b"\1" + left + right).digest()
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Replace a file durably and atomically."""
-    temporary = path.with_name(path.name + ".new")
-    write(temporary, data, os.O_TRUNC)
-    os.replace(temporary, path)
-    with open_file(path.parent) as folder:
-        os.fsync(folder)
+class Frontier:
+    """The right edge of a tree, sufficient to append leaves and compute the root.
+
+    Args:
+        size: number of leaves.
+        peaks: hashes of the complete subtrees, the largest first: one per set bit of `size`.
+
+    Raises:
+        ValueError: the number of peaks does not fit the size.
+    """
+
+    def __init__(self, size: int = 0, peaks: Iterable[bytes] = ()) -> None:
+        self.size, self.peaks = size, list(peaks)
+        if len(self.peaks) != size.bit_count():
+            raise ValueError(f"{len(self.peaks)} peaks for {size} leaves, expected {size.bit_count()}")
+
+    def append(self, leaf: bytes) -> None:
+        """Append a leaf, given its `leaf_hash`. Amortised cost: at most one hash."""
+        node, rest = leaf, self.size
+        while rest & 1:
+            node = node_hash(self.peaks.pop(), node)
+            rest >>= 1
+        self.peaks.append(node)
+        self.size += 1
+
+    def root(self) -> bytes:
+        if not self.peaks:
+            return EMPTY_ROOT
+        node = self.peaks[-1]
+        for peak in reversed(self.peaks[:-1]):
+            node = node_hash(peak, node)
+        return node
+
+
+class Tree:
+    """A whole tree in memory, 64 bytes per leaf, with the roots of all its sizes."""
+
+    def __init__(self, leaves: Iterable[bytes] = ()) -> None:
+        sha256 = hashlib.sha256
+        # level h: hashes of the complete subtrees of 2**h leaves
+        self._levels = [b"".join(leaves)]
+        while len(below := self._levels[-1]) >= 2 * HASH_BYTES:
+            ends = range(2 * HASH_BYTES, len(below) + 1, 2 * HASH_BYTES)
+            level = (sha256(b"\1" + below[end - 2 * HASH_BYTES : end]).digest() for end in ends)
+            self._levels.append(b"".join(level))
+
+    def __len__(self) -> int:
+        return len(self._levels[0]) // HASH_BYTES
+
+    def root(self, size: int | None = None) -> bytes:
+        """Return the root of the first `size` leaves, by default of all."""
+        return self.frontier(size).root()
+
+    def frontier(self, size: int | None = None) -> Frontier:
+        """Return the frontier of the first `size` leaves, by default of all."""
+        size = len(self) if size is None else size
+        if not 0 <= size <= len(self):
+            raise ValueError(f"size {size}: the tree has {len(self)} leaves")
+        peaks, first = [], 0
+        for height in reversed(range(size.bit_length())):
+            if size >> height & 1:
+                at = (first >> height) * HASH_BYTES
+                peaks.append(self._levels[height][at : at + HASH_BYTES])
+                first += 1 << height
+        return Frontier(size, peaks)

@@ -1,7 +1,6 @@
 """Losses of samples, one float32 each, as the trainer reports them (SPEC.md, "Losses").
 
-Ranks journal them (`Journal.record_losses`), and the merge of the journals appends them to the ledger. `bind_losses`
-adds their digest to the events.
+Ranks journal them (`Journal.record_losses`), and the merge of the journals appends them to the ledger.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from numpy.typing import NDArray
 from shardkit.arrays import Bools, Float64s, Int64s
 from shardkit.errors import FormatError, NotFoundError
 from shardkit.ledger.ledger import LOSS_RECORD, Ledger, LossRecords, loss_check
-
-LOSSES: Final = "losses"
-"""Kind of the event of losses that were merged since the last such event."""
 
 _MOST_PASSES: Final = 1000  # numbers of losses that are looked at by `former_losses`
 _READ: Final = 1 << 22  # losses that are read at once
@@ -163,25 +159,6 @@ def former_losses(ledger: Ledger, first: int, end: int) -> Iterator[Losses]:
     goes_back = (times[1:] > 0) & ((times[1:] > times[:-1]) | (steps[1:] < steps[:-1]))
     for place in (np.flatnonzero(goes_back) + 1)[: -_MOST_PASSES - 1 : -1].tolist():
         yield Losses(ledger, int(numbers[place]))
-
-
-# ---- bound by the ledger
-
-
-def bind_losses(ledger: Ledger) -> None:
-    """Add an event with the digest of the losses merged since the last such event, if there are any.
-
-    Call it before a checkpoint is bound: the heads of the ledger then cover the losses.
-    """
-    ends = (event["end"] for event in reversed(ledger.event_documents()) if event["kind"] == LOSSES)
-    first = next(ends, 0)
-    records = ledger.loss_records(first)
-    if len(records):
-        before = ledger.state.loss_values - int(records["count"].sum(dtype=np.int64))
-        digest = digest_of_losses(ledger, records, before)
-        ledger.add_event(
-            {"kind": LOSSES, "step": ledger.next_step, "first": first, "end": first + len(records), "digest": digest}
-        )  # fmt: skip
 
 
 def digest_of_losses(ledger: Ledger, records: LossRecords, first: int) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardkit.errors import IntegrityError
 from shardkit.ledger import Journal, Ledger, bindings, ledger_head, merge_journals, step_digest
 from shardkit.ledger import journal as journal_module
-from shardkit.ledger.trees import Tree, leaf_hash
+from shardkit.ledger.ledger import Tree, leaf_hash
 from tests.journal_cells import record_cells
 
 MANIFEST = "sha256:" + "ab" * 32

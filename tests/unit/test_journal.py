@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shardkit.errors import FormatError, UsageError
+from shardkit.errors import FormatError, RunError, UsageError
 from shardkit.ledger import Journal, read_journal
 from shardkit.ledger import journal as journal_module
 from shardkit.ledger.journal import JournalFile
@@ -121,3 +125,32 @@ def test_a_journal_names_manifest_and_plan(tmp_path: Path) -> None:
     header = JournalFile(_write(tmp_path, 1)).header
     assert header is not None
     assert (header.manifest, header.plan) == (MANIFEST, PLAN)
+
+
+def test_a_second_process_of_the_same_rank_is_refused_while_the_first_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as a start that repeats the steps. A killed process is none, whatever children it left."""
+    monkeypatch.setattr(journal_module, "_PATIENCE", 2)
+    program = f"""
+import os, pathlib, time
+from shardkit.ledger import Journal
+journal = Journal(pathlib.Path({str(tmp_path)!r}), manifest={MANIFEST!r}, plan={PLAN!r}, rank=1, world=2, lanes=4)
+if os.fork():
+    print("ready", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
+    ) as first:
+        assert first.stdout is not None
+        try:
+            assert first.stdout.readline() == b"ready\n"
+            with pytest.raises(RunError, match=f"process {first.pid} records the steps of rank 1"):
+                _write(tmp_path, 1)
+            Journal(tmp_path, manifest=MANIFEST, plan=PLAN, rank=0, world=2, lanes=4).close()
+            first.kill()
+            first.wait()
+            _write(tmp_path, 1)
+        finally:
+            os.killpg(first.pid, signal.SIGKILL)

@@ -27,8 +27,7 @@ from shardkit.audit.replay import replay
 from shardkit.audit.run_record import RunRecord
 from shardkit.audit.trace import uses_of
 from shardkit.ledger import Journal, ledger_head
-from shardkit.ledger.ledger import RECORD, parse_records
-from shardkit.ledger.trees import Tree, leaf_hash
+from shardkit.ledger.ledger import RECORD, Tree, leaf_hash, parse_records
 from shardkit.plan import Population, make_plan
 
 BATCH, LANES = 4096, 64
