@@ -102,6 +102,16 @@ NAMES = {
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("sizes", [[1 << 20], [5, 3 << 20], [1 << 20, 5], [700_000] * 3])
+def test_the_last_block_of_a_tar_may_have_any_size(tmp_path: Path, sizes: list[int]) -> None:
+    """Values of small blocks are checked together, after a MiB or at the end."""
+    values = [bytes([row]) * size for row, size in enumerate(sizes)]
+    path = write_tar(tmp_path / "a.tar", {f"{row}.bin": value for row, value in enumerate(values)})
+    for block_size in ("1KB", "8MiB"):
+        adopt([path], tmp_path / block_size, block_size=block_size)
+        assert [sample["blob"] for sample in shardkit.open(tmp_path / block_size)] == values
+
+
 def test_tars_of_webdataset_are_read_as_webdataset_reads_them(tmp_path: Path) -> None:
     tars = write_tars(tmp_path / "tars")
     before = [Path(path).read_bytes() for path in tars]

@@ -144,7 +144,8 @@ class _TarScan:
                 raise SourceError(f"{self._path}: the tar holds no samples; leave it out")
             if self.rows:
                 self._end_block(self._end)
-                self._check_blocks()
+                if self._ended:
+                    self._check_blocks()
             self._blocks.add_tail(self._stream.take(self._stream.position - self._block_start))
             self._blocks.add_rest(self.report)  # after damage
             if not self.rows:
