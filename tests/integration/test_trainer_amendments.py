@@ -282,6 +282,8 @@ def test_a_job_that_is_killed_before_a_change_applies_it_once(tmp_path: Path, te
     run = tmp_path / "run"
     with running(run, texts) as job:
         wait_for(job, run, 5)
+        for rank in job:
+            rank.send_signal(signal.SIGSTOP)  # no step is taken until it is killed
         taken = load_run(run).legs()[-1][2]
         made = amended(run, "--skip", f"{taken + 60}:{taken + 70}")
     more = {"run.steps": taken + 63, "checkpoint.every": 25, "checkpoint.keep": 0, "log.sample_losses": False}
