@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from shardkit.loader import gather, plain_rows
 from tests.servers.fault_proxy import FaultProxy
-from tests.servers.object_stores import Unavailable, moto, s3_environment
+from tests.servers.object_stores import moto, s3_environment
 
 # Correctness tests must not depend on timing, and their machines are shared.
 settings.register_profile(
@@ -202,11 +202,8 @@ def copies(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[str]:
     """S3 as moto serves it, with the buckets that the test's module names in ``BUCKETS``; its endpoint."""
-    try:
-        with moto(*request.module.BUCKETS) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    with moto(*request.module.BUCKETS) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from shardkit.repository.repository import Repository
 from tests.drills import drill_count
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.google import google_environment, google_server
-from tests.servers.object_stores import Unavailable, localstack, s3_environment
+from tests.servers.object_stores import localstack, s3_environment
 
 # ---- Many processes commit to one root at once: no commit is lost, none lands twice, the chain holds
 
@@ -204,11 +204,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             yield Server("gs", served.endpoint, google_environment)
             assert served.refused == [], "all that was asked is known"
         return
-    try:
-        with localstack(tmp_path_factory.mktemp("localstack"), BUCKET) as endpoint:
-            yield Server("s3", endpoint, s3_environment)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    with localstack(tmp_path_factory.mktemp("localstack"), BUCKET) as endpoint:
+        yield Server("s3", endpoint, s3_environment)
 
 
 def bad_network(request: Request) -> Fault | None:

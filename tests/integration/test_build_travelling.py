@@ -33,7 +33,7 @@ from shardkit_tools.building.engines import LocalEngine
 from shardkit_tools.building.job import abandoned_jobs
 from shardkit_tools.importers import ImportOptions, line_ranges, open_source
 from tests.command_line import output_of
-from tests.servers.object_stores import Unavailable, moto, s3_environment
+from tests.servers.object_stores import moto, s3_environment
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 TASK_BYTES = 2**18
@@ -62,11 +62,8 @@ def doubled(sample):
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    try:
-        with moto(BUCKET) as found:
-            yield found
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    with moto(BUCKET) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

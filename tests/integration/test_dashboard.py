@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from shardkit.telemetry import Record, read_run
 from shardkit.telemetry.records import record_path
 from shardkit_tools.commands.dashboard import dashboard_server
-from tests.servers.environments import Unavailable, node_package
+from tests.servers.environments import node_package
 
 TOKEN = "a-token-that-nobody-guesses"
 HOSTILE = [
@@ -356,10 +356,7 @@ CUT = """() => [...document.querySelectorAll("body *")].filter((one) => !one.clo
 
 
 def axe() -> str:
-    try:
-        return node_package("axe-core")[1].read_text(encoding="utf-8")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return node_package("axe-core")[1].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("dark", 1280), ("light", 390)])

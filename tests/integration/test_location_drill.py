@@ -21,7 +21,7 @@ from shardkit.stores.local import open_store
 from tests.command_line import document_of, output_of
 from tests.drills import DRILLS
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
-from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, Unavailable, localstack, s3_client
+from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, localstack, s3_client
 
 NEAR, FAR = "near", "far"
 ROWS = 9_600 if DRILLS else 1_800
@@ -32,11 +32,8 @@ STALL_S = 20.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    try:
-        with localstack(tmp_path_factory.mktemp("localstack"), NEAR, FAR) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    with localstack(tmp_path_factory.mktemp("localstack"), NEAR, FAR) as endpoint:
+        yield endpoint
 
 
 def make(prefix: str, rows: int, *policy: str) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import math
 import socket
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -17,6 +15,7 @@ import shardkit
 from shardkit.stores.waiting import FIRST_CONTACT
 from tests.command_line import call, output_of
 from tests.servers.object_stores import s3_environment
+from tests.servers.serving import Requests, serving
 
 BUCKET = "shards"
 BUCKETS = (BUCKET,)
@@ -78,27 +77,19 @@ def test_a_wrong_endpoint_is_named_soon(
     assert math.isinf(FIRST_CONTACT.limit_s), "programs wait as long as for any other answer"
 
 
-class NothingThere(http.server.BaseHTTPRequestHandler):
+class NothingThere(Requests):
     """Answers as a web server that is no object store."""
 
-    def do_GET(self) -> None:
-        self.send_error(404)
-
-    do_HEAD = do_GET  # noqa: N815  named by http.server
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
+    def respond(self) -> None:
+        self.reply(404, {"Content-Length": "0"})
 
 
 def test_an_endpoint_without_anything_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "a-1")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NothingThere) as server:
-        threading.Thread(target=server.serve_forever).start()
-        url = f"http://127.0.0.1:{server.server_port}"
+    with serving(NothingThere) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         code, told = call("show", f"s3://{uuid.uuid4().hex}/d")
-        server.shutdown()
     assert code == 1
     assert "no dataset at s3://" in told
     assert f"{url} (AWS_ENDPOINT_URL)" in told

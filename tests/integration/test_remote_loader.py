@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import http.server
 import json
 import pickle
-import threading
 import time
 import uuid
 from collections import OrderedDict
@@ -27,6 +25,7 @@ from shardkit.stores.remote.object_store import ObjectStore
 from shardkit.stores.waiting import RetryPolicy
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import ACCESS_KEY, SECRET_KEY, s3_environment
+from tests.servers.serving import Requests, serving
 
 BUCKET = "shards"
 BUCKETS = (BUCKET,)
@@ -199,41 +198,31 @@ def test_a_small_cache_keeps_what_is_needed_next(
 class Issuer:
     """Hands out credentials that expire at once, as a container's metadata endpoint does; only the last ones work."""
 
+    url = ""
+
     def __init__(self) -> None:
         self.issued = 0
-        issuer = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                issuer.issued += 1
-                expires = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=20)
-                body = json.dumps({
-                    "AccessKeyId": f"{ACCESS_KEY}{issuer.issued}", "SecretAccessKey": SECRET_KEY,
-                    "Token": f"canarytoken{issuer.issued}", "Expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
-                }).encode()  # fmt: skip
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                return
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+    def credentials(self) -> bytes:
+        self.issued += 1
+        expires = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=20)
+        return json.dumps({
+            "AccessKeyId": f"{ACCESS_KEY}{self.issued}", "SecretAccessKey": SECRET_KEY,
+            "Token": f"canarytoken{self.issued}", "Expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }).encode()  # fmt: skip
 
 
 @pytest.fixture
 def issuer() -> Iterator[Issuer]:
     made = Issuer()
-    yield made
-    made.close()
+
+    class Handler(Requests):
+        def respond(self) -> None:
+            body = made.credentials()
+            self.reply(200, {"Content-Length": str(len(body))}, body)
+
+    with serving(Handler) as made.url:
+        yield made
 
 
 def test_a_client_that_repeats_nothing_asks_again_with_a_new_token(
@@ -241,9 +230,7 @@ def test_a_client_that_repeats_nothing_asks_again_with_a_new_token(
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    monkeypatch.setenv(
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{issuer.server.server_port}/credentials"
-    )
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{issuer.url}/credentials")
     opened = open_store(root)
     assert isinstance(opened, ObjectStore)
     store = opened.with_retry(RetryPolicy(deadline_s=0))
@@ -271,9 +258,7 @@ def test_a_token_that_expires_in_mid_epoch(
         truth = epoch(loader)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    monkeypatch.setenv(
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{issuer.server.server_port}/credentials"
-    )
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{issuer.url}/credentials")
     good_from = [1]
 
     def only_the_newest(request: Request) -> Fault | None:

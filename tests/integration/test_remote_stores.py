@@ -32,7 +32,6 @@ from tests.servers.object_stores import (
     AZURE_ACCOUNT,
     AZURE_KEY,
     SECRET_KEY,
-    Unavailable,
     azure_environment,
     azurite,
     localstack,
@@ -50,38 +49,26 @@ BUCKET = "shards"
 
 @pytest.fixture(scope="module")
 def moto_endpoint() -> Iterator[str]:
-    try:
-        with moto(BUCKET) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    with moto(BUCKET) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")
 def localstack_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    try:
-        with localstack(tmp_path_factory.mktemp("localstack"), BUCKET) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    with localstack(tmp_path_factory.mktemp("localstack"), BUCKET) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")
 def rclone_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    try:
-        with rclone(tmp_path_factory.mktemp("rclone"), BUCKET) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    with rclone(tmp_path_factory.mktemp("rclone"), BUCKET) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")
 def azurite_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    try:
-        with azurite(tmp_path_factory.mktemp("azurite"), BUCKET) as endpoint:
-            yield endpoint
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    with azurite(tmp_path_factory.mktemp("azurite"), BUCKET) as endpoint:
+        yield endpoint
 
 
 def use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
@@ -242,11 +229,8 @@ class TestSftp(StoreConformance):
         folder.mkdir()
         monkeypatch.setenv("HOME", str(home))
         monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-        try:
-            with sftp(folder, home) as url:
-                yield open_store(f"{url}deep")
-        except Unavailable as reason:
-            pytest.skip(str(reason))
+        with sftp(folder, home) as url:
+            yield open_store(f"{url}deep")
 
 
 class TestFsspecMemory(StoreConformance):

@@ -36,7 +36,7 @@ from shardkit.telemetry.serving import run_metrics
 from shardkit.telemetry.summary import lane_moves
 from shardkit_tools.observing.run_view import view_run
 from tests.command_line import document_of, output_of
-from tests.servers.object_stores import Unavailable, moto, s3_environment
+from tests.servers.object_stores import moto, s3_environment
 from tests.unit.telemetry_series import made_series
 
 # ---- One rank of a run is slowed: records, rules, events, `top` and metrics tell the same story; what watching costs
@@ -238,20 +238,15 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def roots() -> Iterator[tuple[str, str]]:
     """The same objects in two places."""
-    try:
-        with moto(BUCKET) as endpoint, pytest.MonkeyPatch.context() as patch:
-            for name, value in s3_environment(endpoint).items():
-                patch.setenv(name, value)
-            urls = [f"s3://{BUCKET}/{uuid.uuid4().hex}" for _ in range(2)]
-            for url in urls:
-                with shardkit.create(
-                    url, {"x": "int64[1024]"}, shard_size="1MiB", block_size="64KiB"
-                ) as writer:
-                    for number in range(320):
-                        writer.add({"x": [number] * 1024})
-            yield urls[0], urls[1]
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    with moto(BUCKET) as endpoint, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_environment(endpoint).items():
+            patch.setenv(name, value)
+        urls = [f"s3://{BUCKET}/{uuid.uuid4().hex}" for _ in range(2)]
+        for url in urls:
+            with shardkit.create(url, {"x": "int64[1024]"}, shard_size="1MiB", block_size="64KiB") as writer:
+                for number in range(320):
+                    writer.add({"x": [number] * 1024})
+        yield urls[0], urls[1]
 
 
 class Trainer:

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 __all__ = ["Unavailable", "node_package", "prepare", "python_environment"]
 
 _LOCALSTACK: Final = (
@@ -34,8 +36,8 @@ _NODE: Final = {
 }
 
 
-class Unavailable(Exception):
-    """Why a server cannot be had here."""
+class Unavailable(pytest.skip.Exception):  # type: ignore[misc,name-defined]
+    """Skips a test: why a server cannot be had here."""
 
 
 def prepare() -> dict[str, str]:

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import http.server
 import socket
 import struct
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from tests.servers.serving import Requests, serving
 
 __all__ = ["Fault", "FaultProxy", "Request"]
 
@@ -78,11 +77,7 @@ class FaultProxy:
         self._closing = threading.Event()
         proxy = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = -1
-            disable_nagle_algorithm = True
-
+        class Handler(Requests):
             def setup(self) -> None:
                 super().setup()
                 self.upstream = http.client.HTTPConnection(*proxy._upstream, timeout=60)
@@ -91,52 +86,21 @@ class FaultProxy:
                 super().finish()
                 self.upstream.close()
 
-            def handle_expect_100(self) -> bool:
-                """Ask for the body at once: boto3 waits a second for it."""
-                asked = super().handle_expect_100()
-                self.wfile.flush()
-                return asked
+            def respond(self) -> None:
+                proxy._handle(self, self.upstream)
 
-            def handle_one_request(self) -> None:
-                with contextlib.suppress(ConnectionError, TimeoutError):
-                    super().handle_one_request()
-                    return
-                self.close_connection = True
-
-            def log_message(self, format: str, *args: object) -> None:
-                return
-
-            def __getattr__(self, name: str) -> Callable[[], None]:
-                if name.startswith("do_"):
-                    return lambda: proxy._handle(self, self.upstream)
-                raise AttributeError(name)
-
-        class Server(http.server.ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 256
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                return  # clients go away in the middle of things: that is the point
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._serving = serving(Handler)
+        self.endpoint = ""
 
     def __enter__(self) -> FaultProxy:
-        self._thread.start()
+        self.endpoint = self._serving.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(10)
+        self._serving.__exit__(*error)
 
-    def _handle(
-        self, handler: http.server.BaseHTTPRequestHandler, upstream: http.client.HTTPConnection
-    ) -> None:
+    def _handle(self, handler: Requests, upstream: http.client.HTTPConnection) -> None:
         with self._lock:
             number, self._number = self._number, self._number + 1
         headers = {name.lower(): value for name, value in handler.headers.items()}
@@ -152,7 +116,7 @@ class FaultProxy:
 
     def _spoil(
         self,
-        handler: http.server.BaseHTTPRequestHandler,
+        handler: Requests,
         upstream: http.client.HTTPConnection,
         request: Request,
         body: bytes,
@@ -184,18 +148,11 @@ class FaultProxy:
                 data = bytes(spoiled)
             self._answer(handler, status, headers, data)
 
-    def _answer(
-        self, handler: http.server.BaseHTTPRequestHandler, status: int, headers: dict[str, str], data: bytes
-    ) -> None:
-        handler.send_response_only(status)
-        for name, value in headers.items():
-            handler.send_header(name, value)
-        handler.end_headers()
+    def _answer(self, handler: Requests, status: int, headers: dict[str, str], data: bytes) -> None:
+        handler.reply(status, headers, data)
         if handler.command != "HEAD":
-            handler.wfile.write(data)
             with self._lock:
                 self.body_bytes += len(data)
-        handler.wfile.flush()
 
 
 def _forward(
@@ -221,7 +178,7 @@ def _forward(
         return 502, {"Content-Length": str(len(told))}, told
 
 
-def _reset(handler: http.server.BaseHTTPRequestHandler) -> None:
+def _reset(handler: Requests) -> None:
     """Close with RST, as a router or a dying process does."""
     handler.close_connection = True
     with contextlib.suppress(OSError):
@@ -229,13 +186,3 @@ def _reset(handler: http.server.BaseHTTPRequestHandler) -> None:
     with contextlib.suppress(OSError):
         handler.connection.shutdown(socket.SHUT_RD)
     handler.connection.close()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Poll until a condition holds; whether it did."""
-    started = time.monotonic()
-    while time.monotonic() - started < seconds:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()

@@ -25,7 +25,6 @@ import contextlib
 import email.utils
 import functools
 import hashlib
-import http.server
 import itertools
 import re
 import threading
@@ -33,9 +32,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, unquote
 from xml.sax.saxutils import escape
+
+from tests.servers.serving import Requests, serving
 
 __all__ = ["TOKEN", "GoogleServer", "google_environment", "google_server"]
 
@@ -338,36 +339,12 @@ def google_server(*buckets: str) -> Iterator[GoogleServer]:
     """Serve empty buckets on 127.0.0.1."""
     served = GoogleServer(*buckets)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        wbufsize = -1
-        disable_nagle_algorithm = True
+    class Handler(Requests):
+        def respond(self) -> None:
+            _handle(self, served)
 
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("do_"):
-                return lambda: _handle(self, served)
-            raise AttributeError(name)
-
-    class Server(http.server.ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 256
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            return  # clients go away when a test wants it
-
-    server = Server(("127.0.0.1", 0), Handler)
-    served.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
+    with serving(Handler) as served.endpoint:
         yield served
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
 
 
 def google_environment(endpoint: str) -> dict[str, str]:
@@ -375,7 +352,7 @@ def google_environment(endpoint: str) -> dict[str, str]:
     return {"STORAGE_EMULATOR_HOST": endpoint, "GOOGLE_BEARER_TOKEN": TOKEN, "NO_PROXY": "127.0.0.1"}
 
 
-def _handle(handler: http.server.BaseHTTPRequestHandler, served: GoogleServer) -> None:
+def _handle(handler: Requests, served: GoogleServer) -> None:
     """Read one request whole, answer it."""
     path, _, query = handler.path.partition("?")
     bucket, _, name = path.lstrip("/").partition("/")
@@ -397,12 +374,5 @@ def _handle(handler: http.server.BaseHTTPRequestHandler, served: GoogleServer) -
                 handler.command, unquote(bucket), unquote(name, errors="strict"), parameters, headers, body
             )
         )
-    handler.send_response(answer.status)
-    for key, value in answer.headers.items():
-        handler.send_header(key, value)
-    if answer.status not in (204, 304):
-        handler.send_header("Content-Length", str(len(answer.body)))
-    handler.end_headers()
-    if handler.command != "HEAD":
-        handler.wfile.write(answer.body)
-    handler.wfile.flush()
+    length_of = {} if answer.status in (204, 304) else {"Content-Length": str(len(answer.body))}
+    handler.reply(answer.status, {**answer.headers, **length_of}, answer.body)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from tests.servers.serving import Requests, serving
 
 __all__ = ["Hub", "hub"]
 
@@ -61,19 +61,15 @@ class Hub:
         return None
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Requests):
+    hub: ClassVar[Hub]
 
-    def reply(self, code: int, body: bytes, **headers: str) -> None:
-        self.send_response(code)
-        for key, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(key.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+    def send(self, code: int, body: bytes, **headers: str) -> None:
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        self.reply(code, {**named, "Content-Length": str(len(body))}, body)
 
-    def serve(self) -> None:
-        hub = self.server.hub  # type: ignore[attr-defined]
+    def respond(self) -> None:
+        hub = self.hub
         path = urllib.parse.unquote(self.path.partition("?")[0])
         form = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         hub.calls.append((self.command, path))
@@ -82,40 +78,33 @@ class _Handler(BaseHTTPRequestHandler):
         is_private = path.startswith((f"/api/datasets/{hub.name}", files))
         found: object = None
         if is_private and self.headers.get("Authorization") != f"Bearer {hub.token}":
-            self.reply(401, b"{}", X_Error_Message="Invalid credentials")
+            self.send(401, b"{}", X_Error_Message="Invalid credentials")
         elif path.startswith(files):
             self.file(hub, path.removeprefix(files))
         elif (found := hub.answer(path, urllib.parse.parse_qs(form))) is not None:
-            self.reply(200, json.dumps(found).encode(), Content_Type="application/json")
+            self.send(200, json.dumps(found).encode(), Content_Type="application/json")
         else:
-            self.reply(404, b"{}", X_Error_Code="RepoNotFound")
+            self.send(404, b"{}", X_Error_Code="RepoNotFound")
 
     def file(self, hub: Hub, inside: str) -> None:
         if inside in hub.fails:
             signed = f"{self.path}?X-Amz-Signature=secretsignature"
-            return self.reply(403, b"denied") if "?" in self.path else self.reply(302, b"", Location=signed)
+            return self.send(403, b"denied") if "?" in self.path else self.send(302, b"", Location=signed)
         data = (hub.folder / inside).read_bytes()
         asked = self.headers.get("Range")
         if asked is None:
-            return self.reply(200, data, ETag='"x"')
+            return self.send(200, data, ETag='"x"')
         start, _, end = asked.removeprefix("bytes=").partition("-")
         part = data[int(start) : int(end or len(data)) + 1]
-        return self.reply(206, part, Content_Range=f"bytes {start}-{end}/{len(data)}", ETag='"x"')
-
-    do_GET = do_POST = do_HEAD = serve  # noqa: N815 - as the standard library calls them
-
-    def log_message(self, format: str, *args: object) -> None: ...
+        return self.send(206, part, Content_Range=f"bytes {start}-{end}/{len(data)}", ETag='"x"')
 
 
 @contextmanager
 def hub(name: str, folder: Path, token: str) -> Iterator[Hub]:
     """Serve a folder as the dataset repository `name` (``user/dataset``) on 127.0.0.1."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    made = Hub(f"http://127.0.0.1:{server.server_port}", name, folder, token)
-    server.hub = made  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield made
-    finally:
-        server.shutdown()
-        server.server_close()
+
+    class Handler(_Handler):
+        hub = Hub("", name, folder, token)
+
+    with serving(Handler) as Handler.hub.url:
+        yield Handler.hub

@@ -26,20 +26,19 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from urllib.parse import unquote
 
 from tests.servers.environments import Unavailable, node_package, python_environment
+from tests.servers.serving import Requests, serving
 
 __all__ = [
     "ACCESS_KEY",
     "AZURE_ACCOUNT",
     "AZURE_KEY",
     "SECRET_KEY",
-    "Unavailable",
     "azure_environment",
     "azurite",
     "localstack",
@@ -114,26 +113,13 @@ def s3_environment(endpoint: str) -> dict[str, str]:
     }
 
 
-class _S3Server(ThreadingHTTPServer):
-    """moto's application, and a lock for conditional puts."""
-
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, application: Callable[..., Any]) -> None:
-        super().__init__(("127.0.0.1", 0), _S3Requests)
-        self.application, self.lock = application, threading.Lock()
-
-
-class _S3Requests(BaseHTTPRequestHandler):
+class _S3Requests(Requests):
     """Requests to moto over connections that are kept: werkzeug's own server opens one, and a thread, for each."""
 
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1  # an answer is one packet
-    disable_nagle_algorithm = True
-    server: _S3Server
+    application: ClassVar[Any]
+    lock: ClassVar[threading.Lock]
 
-    def _serve(self) -> None:
+    def respond(self) -> None:
         """One conditional put at a time: moto's own look and store are two steps, and two winners are possible."""
         path, _, query = self.path.partition("?")
         chunked = self.headers.get("Transfer-Encoding") == "chunked"
@@ -144,15 +130,16 @@ class _S3Requests(BaseHTTPRequestHandler):
             "REQUEST_METHOD": self.command, "SCRIPT_NAME": "", "PATH_INFO": unquote(path, "latin-1"),
             "QUERY_STRING": query, "REQUEST_URI": self.path, "RAW_URI": self.path,
             "SERVER_PROTOCOL": self.request_version, "SERVER_NAME": "127.0.0.1",
-            "SERVER_PORT": str(self.server.server_port), "REMOTE_ADDR": "127.0.0.1", "CONTENT_LENGTH": str(len(body)),
+            "SERVER_PORT": self.headers.get("Host", "").rpartition(":")[2], "REMOTE_ADDR": "127.0.0.1",
+            "CONTENT_LENGTH": str(len(body)),
             "CONTENT_TYPE": self.headers.get("Content-Type", ""), "wsgi.input": io.BytesIO(body),
             "wsgi.errors": sys.stderr, "wsgi.url_scheme": "http", "wsgi.version": (1, 0), "wsgi.multithread": True,
             "wsgi.multiprocess": False, "wsgi.run_once": False,
         }  # fmt: skip
         for name in {name.lower() for name in self.headers} - {"content-length", "content-type"}:
             environ[f"HTTP_{name.upper().replace('-', '_')}"] = ",".join(self.headers.get_all(name, []))
-        with self.server.lock if "HTTP_IF_NONE_MATCH" in environ else contextlib.nullcontext():
-            answer = self.server.application(environ, self._begin)
+        with self.lock if "HTTP_IF_NONE_MATCH" in environ else contextlib.nullcontext():
+            answer = self.application(environ, self._begin)
             content = b"".join(answer)
             answer.close()
         if self.command != "HEAD" and self._status not in (204, 304):
@@ -160,17 +147,6 @@ class _S3Requests(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
-
-    def handle_expect_100(self) -> bool:
-        """Ask for the body at once: boto3 waits a second for it."""
-        asked = super().handle_expect_100()
-        self.wfile.flush()
-        return asked
-
-    def __getattr__(self, name: str) -> Callable[[], None]:
-        if name.startswith("do_"):
-            return self._serve
-        raise AttributeError(name)
 
     def _begin(self, status: str, headers: list[tuple[str, str]], _: object = None) -> None:
         code, _, reason = status.partition(" ")
@@ -186,9 +162,6 @@ class _S3Requests(BaseHTTPRequestHandler):
             self.rfile.readline()
         self.rfile.readline()
 
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
-
 
 @contextlib.contextmanager
 def moto(*buckets: str) -> Iterator[str]:
@@ -198,17 +171,13 @@ def moto(*buckets: str) -> Iterator[str]:
     except ImportError as error:
         raise Unavailable(f"moto is not installed ({error.name}); run: pip install 'moto[server]'") from error
 
-    server = _S3Server(create_backend_app("s3"))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
-        endpoint = f"http://127.0.0.1:{server.server_port}"
+    class Handler(_S3Requests):
+        application = create_backend_app("s3")
+        lock = threading.Lock()
+
+    with serving(Handler) as endpoint:
         _make_buckets(endpoint, buckets)
         yield endpoint
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
 
 
 @contextlib.contextmanager
