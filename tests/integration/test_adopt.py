@@ -100,8 +100,6 @@ NAMES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("sizes", [[1 << 20], [5, 3 << 20], [1 << 20, 5], [700_000] * 3])
 def test_the_last_block_of_a_tar_may_have_any_size(tmp_path: Path, sizes: list[int]) -> None:
     """Values of small blocks are checked together, after a MiB or at the end."""
@@ -112,6 +110,8 @@ def test_the_last_block_of_a_tar_may_have_any_size(tmp_path: Path, sizes: list[i
         assert [sample["blob"] for sample in shardkit.open(tmp_path / block_size)] == values
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_tars_of_webdataset_are_read_as_webdataset_reads_them(tmp_path: Path) -> None:
     tars = write_tars(tmp_path / "tars")
     before = [Path(path).read_bytes() for path in tars]
