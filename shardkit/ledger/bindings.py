@@ -47,8 +47,8 @@ def bind_checkpoint(
 ) -> None:
     """Record durably which checkpoint a name refers to.
 
-    Call it after the bytes of the checkpoint are written and before its ref. The journals are merged up to `step`;
-    later additions about earlier steps are rejected by the audit.
+    Call it after the bytes of the checkpoint are written and before its ref. The journals are merged; later additions
+    about steps before `step` are rejected by the audit.
 
     Args:
         run: the run directory.
@@ -61,7 +61,7 @@ def bind_checkpoint(
         StoreError: the ledger cannot be written.
     """
     with Ledger(Path(run), writing=True) as ledger:
-        Merge(ledger, step)
+        Merge(ledger)
         _bind_losses(ledger)
         event: dict[str, Any] = {
             "kind": CHECKPOINT, "step": ledger.next_step if step is None else step, "name": name,
@@ -442,7 +442,8 @@ def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[st
         StoreError: the ledger cannot be written.
     """
     with Ledger(Path(run), writing=True) as ledger:
-        merge = Merge(ledger, step)
+        ledger.head_step = step
+        merge = Merge(ledger)
         _bind_losses(ledger)
         head = ledger.head(step)
         ledger.commit()

@@ -36,12 +36,17 @@ class Ledger:
         run: the run directory.
         writing: take the exclusive lock and truncate the files to their committed sizes, in order to append.
 
+    Attributes:
+        head_step: the step of the head that will be asked for; its tree is kept while later steps are appended.
+
     Raises:
         IntegrityError: a file is shorter than its committed size, or `state.json` is damaged or missing.
     """
 
     def __init__(self, run: Path, *, writing: bool = False) -> None:
         self.run, self.directory = run, run / "ledger"
+        self.head_step: int | None = None
+        self._kept: tuple[int, Frontier] | None = None  # a step and the tree of the steps before it
         self._lock = self._take_lock() if writing else -1
         try:
             self.state = self._load_state(writing)
@@ -107,6 +112,8 @@ class Ledger:
 
     def _steps_before(self, step: int) -> Frontier:
         """Return the frontier of the steps of the branch before a step."""
+        if self._kept is not None and self._kept[0] == step:
+            return self._kept[1]
         records = self.branch_records()[: max(0, step - self.state.first)]
         return Tree(leaf_hash(one["digest"].tobytes()) for one in records).frontier()
 
@@ -117,6 +124,8 @@ class Ledger:
         state = self.state
         if not self.steps.size:
             state.first, state.branch = step, [(step, state.records)]
+        if step == self.head_step:
+            self._kept = step, Frontier(self.steps.size, self.steps.peaks)
         record, state.check = encode_record(step, rows, plan, digest, state.check)
         self._new["steps"] += record if state.records else STEPS_MAGIC + record
         state.records += 1
@@ -124,6 +133,7 @@ class Ledger:
 
     def fork(self, step: int) -> None:
         """Start a new branch at `step`. Records of the abandoned branch stay in the file."""
+        self._kept = None
         state, self.steps = self.state, self._steps_before(step)
         state.branch = [pair for pair in state.branch if pair[0] < step]
         state.branch.append((step, state.records))

@@ -169,7 +169,6 @@ class Merge:
 
     Args:
         ledger: ledger to extend in memory; the caller commits it.
-        limit: steps from this one on are left for a later merge.
 
     Attributes:
         repeated: number of complete steps that were consumed again with equal digests.
@@ -181,8 +180,8 @@ class Merge:
         FormatError: a journal is damaged, or holds an entry that no rank writes.
     """
 
-    def __init__(self, ledger: Ledger, limit: int | None = None) -> None:
-        self.ledger, self._limit = ledger, limit
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
         self.repeated = 0
         self._steps: dict[Key, PartialStep] = {}
         self._ready: dict[int, tuple[Key, PartialStep]] = {}
@@ -320,26 +319,13 @@ class Merge:
         """Yield (number of steps taken before, file, beginning of the entry, entry) of an attempt.
 
         The number rises where a rank goes back: what ranks recorded before comes first.
-
-        Entries beyond the limit are left for a later merge, with all that follow, unless the rank went back to a step
-        before the limit after them: then the run has abandoned their steps.
         """
-        beyond: list[tuple[int, Source, Place, Entry]] = []
         for source in parts:
             for entry in source.file.entries():
                 place, source.reached = source.reached, (entry.end, entry.check)
-                is_beyond = self._limit is not None and entry.step >= self._limit
                 if (rewind := entry.rewind) is not None:
                     repeated += rewind[1]
-                    if not is_beyond:
-                        yield from beyond
-                        beyond.clear()
-                if beyond or is_beyond:
-                    beyond.append((entry.step + repeated, source, place, entry))
-                else:
-                    yield entry.step + repeated, source, place, entry
-        for _, source, place, _ in beyond:
-            source.hold(place)
+                yield entry.step + repeated, source, place, entry
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
         """Add the event of a start once, with the number of steps that earlier starts reached."""
@@ -431,12 +417,10 @@ class Merge:
         newest.owners = [*owners, runs]
 
 
-def merge_journals(run: Path, *, limit: int | None = None) -> tuple[Ledger, Merge]:
-    """Return the ledger with the journals merged into it in memory, and the merge. Nothing is written.
+def merge_journals(run: Path) -> tuple[Ledger, Merge]:
+    """Return the ledger of a run directory with the journals merged into it in memory, and the merge.
 
-    Args:
-        run: the run directory.
-        limit: steps from this one on are not merged.
+    Nothing is written.
     """
     ledger = Ledger(run)
-    return ledger, Merge(ledger, limit)
+    return ledger, Merge(ledger)

@@ -154,7 +154,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "data.global_batch": 8, "data.lanes": 4, "data.stages": "[{from_step = 6, global_batch = 16}]",
             "model.context": 16, "model.layers": 1, "model.width": 16, "model.heads": 2, "optimizer.lr": rate,
             "checkpoint.every": 3, "checkpoint.keep": 0, "checkpoint.asynchronous": "false", "log.every": 100,
-            "log.peak_flops": 1e9, "log.telemetry_s": 0.0,
+            "log.peak_flops": 1e9, "log.telemetry_s": 0.0, "log.sample_losses": "true",
         }  # fmt: skip
         assert train(load_configuration(None, [f"{key}={value}" for key, value in settings.items()])).finished
     return home
@@ -572,6 +572,9 @@ TABLE = [
     Row("a step flipped", edit(ledger("steps"), lambda d: flipped(d[: len(STEPS_MAGIC) + 5 * RECORD_BYTES]) + d[
         len(STEPS_MAGIC) + 5 * RECORD_BYTES :]), BAD, ("ledger/steps",)),
     Row("steps cut", edit(ledger("steps"), lambda d: d[:-RECORD_BYTES]), BAD, ("steps was cut",)),
+    Row("a loss flipped", edit(ledger("loss_values"), flipped), BAD, ("losses", "were changed")),
+    Row("a record of losses flipped", edit(ledger("losses"), flipped), BAD, ("losses", "were changed")),
+    Row("losses removed", remove(ledger("losses")), BAD, ("losses was cut",)),
     Row("state.json removed", remove(ledger("state.json")), BAD, ("ledger", "state.json")),
     Row("ledger removed, journals left", lambda h: shutil.rmtree(h.run / "ledger"), BAD, (LAST, "ledger")),
     Row("ledger of another run", ledger_of_other, BAD, ("run.json", "optimizer.lr is 0.01")),

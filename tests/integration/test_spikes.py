@@ -386,7 +386,7 @@ def test_the_ledger_covers_losses(ds: shardkit.Dataset, tmp_path: Path) -> None:
     result = audit_run(run)
     assert (result.exit_code, len(result.losses)) == (0, 64)
     covered = [(one["first"], one["end"]) for one in load_run(run).events if one["kind"] == "losses"]
-    assert covered == [(0, 8), (8, 16)]
+    assert covered == [(0, 8), (8, 18)]
     with Ledger(run, writing=True) as ledger:
         records, values = (
             ledger.loss_records().copy(),

@@ -49,6 +49,7 @@ class Start:
 
     def __init__(self, run: Path, world: int, *, plan: str = PLAN, salt: int = 0) -> None:
         self.salt = salt
+        self.noted: list[float] = []
         self.journals = [
             Journal(run / "journal", manifest=MANIFEST, plan=plan, rank=rank, world=world, lanes=LANES,
                     meta={"dataset": ["data"]})
@@ -59,6 +60,15 @@ class Start:
     def step(self, step: int, ranks: int | None = None) -> None:
         for journal, lanes in list(zip(self.journals, self.lanes, strict=True))[:ranks]:
             record_cells(journal, step, [(lane, cell(step, lane, self.salt)) for lane in lanes])
+
+    def note(self, step: int, first: int, ranks: int) -> None:
+        """Note one loss per lane on some ranks, each another number, from `first` on."""
+        for journal, lanes in list(zip(self.journals, self.lanes, strict=True))[:ranks]:
+            losses = np.arange(
+                first + len(self.noted), first + len(self.noted) + len(lanes), dtype=np.float32
+            )
+            journal.record_losses(step, np.array(lanes), losses)
+            self.noted += losses.tolist()
 
     def kill(self, tear: int = 0) -> None:
         for journal in self.journals:
@@ -82,18 +92,24 @@ def test_the_tree_is_the_same_on_any_topology_through_kills(
     monkeypatch.setattr(journal_module, "ROTATE_BYTES", data.draw(st.sampled_from([400, 1500, 1 << 20])))
     monkeypatch.setattr(bindings, "KEEP_BYTES", data.draw(st.sampled_from([0, 3000, 1 << 24])))
     run, saved = tmp_path_factory.mktemp("run"), 0
+    noted: list[float] = []
+    torn = 0
     for _ in range(data.draw(st.integers(1, 5))):
         start = Start(run, data.draw(st.integers(1, LANES)))
         reached = saved + data.draw(st.integers(0, 12))
         resumed = saved
         for step in range(resumed, reached):
             start.step(step)
+            late = max(resumed, step - data.draw(st.integers(0, 2)))
+            start.note(late, len(noted), data.draw(st.integers(0, len(start.journals))))
             if data.draw(st.integers(0, 3)) == 0:  # a checkpoint
                 saved = step + 1
                 head = ledger_head(run, saved)
                 assert head["steps"] == {"first": 0, "size": saved, "root": expected_root(saved)}
         start.step(reached, ranks=data.draw(st.integers(0, len(start.journals))))
-        start.kill(tear=data.draw(st.integers(0, 30)) if reached > saved else 0)
+        tear = data.draw(st.integers(0, 30)) if reached > saved else 0
+        start.kill(tear)
+        noted, torn = noted + start.noted, torn + LANES * (tear > 0)
     last = Start(run, data.draw(st.integers(1, LANES)))
     for step in range(saved, saved + 3):
         last.step(step)
@@ -108,6 +124,9 @@ def test_the_tree_is_the_same_on_any_topology_through_kills(
     assert ledger_head(run)["steps"] == head["steps"]
     with Ledger(run) as again:
         assert again.head() == ledger_head(run)
+        found = np.frombuffer(again.loss_values(0, len(noted)), "<f4").tolist()
+    assert set(found) <= set(noted)
+    assert len(noted) - torn <= len(found) == len(set(found)), "each loss that was journaled is merged once"
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -273,19 +292,21 @@ def test_merged_journals_are_removed_and_the_ledger_stays_small(
     assert ledger_head(tmp_path)["steps"]["root"] == expected_root(400)
 
 
-@pytest.mark.parametrize("crash", ["steps", "events", "state.json"])
+@pytest.mark.parametrize("crash", ["steps", "events", "losses", "loss_values", "state.json"])
 def test_a_commit_that_a_kill_interrupts_never_happened(tmp_path: Path, crash: str) -> None:
     """Every file may hold what the interrupted commit appended, the later ones nothing of it."""
     start = run_of(tmp_path, 5)
+    start.note(4, 0, 1)
     ledger_head(tmp_path)
     before = tmp_path / "before"
     shutil.copytree(tmp_path / "ledger", before)
     for step in range(5, 9):
         start.step(step)
+        start.note(step, 0, 1)
     start.journals[0].event(6, "repair", location="mirror", count=1, what="a shard")
     start.kill()
     complete = ledger_head(tmp_path)
-    order = ["steps", "events", "state.json"]
+    order = ["steps", "events", "losses", "loss_values", "state.json"]
     after = {name: (tmp_path / "ledger" / name).read_bytes() for name in order}
     for name in order[order.index(crash) + 1 :]:
         after[name] = (before / name).read_bytes()
