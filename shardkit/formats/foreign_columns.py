@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from shardkit.errors import SchemaError, ShardkitError, SourceError
 from shardkit.extras import shell_word
 
-from .arrow_writing import arrow_array, arrow_type
+from .arrow_writing import arrow_array, arrow_item_type, arrow_type
 from .block import JoinedPayloads
 from .cells import cell_value, typed_cells
 from .sample_columns import encode_column
@@ -71,7 +71,18 @@ class ForeignColumns:
             array = _cast(column, kind, name, where)
         except (UnicodeDecodeError, pa.ArrowException) as error:
             raise self._damage_error(error) from error
-        return self._by_row(column, kind, name, absent, where) if array is None else array
+        if array is None:
+            return self._by_row(column, kind, name, absent, where)
+        if kind.logical is not None:
+            numbers, (least, most) = array.view(arrow_item_type(kind)), kind.logical.limits
+            for row in _true_rows(
+                pc.or_(pc.less(numbers, least), pc.greater(numbers, most)).fill_null(False)
+            ):
+                self._refuse(
+                    row,
+                    f"field {name!r} is out of range of {kind}; fix it, or pass --schema {shell_word(name)}=int64",
+                )
+        return array
 
     def column(self, name: str) -> Any:
         """Return a column; one that this table lacks is null in every row."""

@@ -223,7 +223,7 @@ def csv_rows(
         try:
             cells = _plain_cells(data, names, delimiter)
             return LineRows(range(len(cells)), CsvRows(cells, {}), len(cells), len(data))
-        except pa.ArrowInvalid:  # a row of another size, or bytes that are not UTF-8
+        except (pa.ArrowInvalid, OverflowError):  # a row of another size, no UTF-8, or 2 GiB
             pass
     found = split_rows(data, delimiter, quote, name_of, encoding=encoding, is_last=is_last)
     rows, bad = found.rows, {}

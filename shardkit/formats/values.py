@@ -104,12 +104,21 @@ class Logical:
             number = self._from_numpy(value)
         else:
             number = self._from_python(value)
-        if self.kind == "time" and not 0 <= number < 86_400 * _UNITS[self.unit]:
-            raise ValueError("a time is at least 00:00 and before 24:00")
-        info = np.iinfo(self.dtype)
-        if not info.min < number <= info.max:  # the least int64 is NumPy's NaT
-            raise ValueError(f"it is out of range of {self}")
+        least, most = self.limits
+        if not least <= number <= most:
+            is_time = self.kind == "time"
+            raise ValueError(
+                "a time is at least 00:00 and before 24:00" if is_time else f"it is out of range of {self}"
+            )
         return number
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The least and the greatest integer that represent a value."""
+        if self.kind == "time":
+            return 0, 86_400 * _UNITS[self.unit] - 1
+        info = np.iinfo(self.dtype)
+        return int(info.min) + 1, int(info.max)  # the least int64 is NumPy's NaT
 
     def value(self, number: int) -> Any:
         """Return the value of an integer: a date, time, datetime, timedelta or Decimal.
@@ -120,11 +129,11 @@ class Logical:
         if self.kind == "decimal":
             return decimal.Decimal(number).scaleb(-self.places, _EXACT)
         try:
-            if self.kind == "date":
+            if self.kind == "date" and 1 <= _EPOCH_DAY + number <= dt.date.max.toordinal():
                 return dt.date.fromordinal(_EPOCH_DAY + number)
-            if self.kind == "time" and not 0 <= number < 86_400 * _UNITS[self.unit]:
+            if self.kind == "time" and not self.limits[0] <= number <= self.limits[1]:
                 raise ValueError(f"{number} is no {self}")
-            if self.unit != "ns" or (self.kind == "time" and not number % 1000):
+            if self.unit not in ("", "ns") or (self.kind == "time" and not number % 1000):
                 passed = dt.timedelta(microseconds=number * 10**6 // _UNITS[self.unit])
                 if self.kind == "duration":
                     return passed

@@ -846,6 +846,68 @@ def test_an_error_of_one_row_says_that_a_build_can_leave_it_out(
     assert len(rows) == 1
 
 
+def _stream_of(table: Any) -> bytes:
+    out = pa.BufferOutputStream()
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(out.getvalue())
+
+
+def _parquet_of(table: Any) -> bytes:
+    out = pa.BufferOutputStream()
+    pq.write_table(table, out)
+    return bytes(out.getvalue())
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("a.csv", b"x,y\n1,2\n", r"a\.csv line 3: repeats the header"),
+        ("a.arrow", _stream_of(pa.table({"x": [1], "y": [2]})), "several streams in one file"),
+        ("a.parquet", _parquet_of(pa.table({"x": [1], "y": [2]})), "several Parquet files in one"),
+    ],
+    ids=["csv", "arrow", "parquet"],
+)
+def test_files_that_cat_has_joined_lose_no_rows_in_silence(
+    way: Way, name: str, data: bytes, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(2 * data)
+    with pytest.raises(ShardkitError, match=expected):
+        way(tmp_path / name, tmp_path / "root")
+    if name == "a.csv":
+        rows, said = way(tmp_path / name, tmp_path / "skip", skip=True)
+        assert rows == [{"x": 1, "y": 2}] * 2
+        assert re.search(expected, said)
+    (tmp_path / name).write_bytes(data)
+    assert way(tmp_path / name, tmp_path / "one")[0] == [{"x": 1, "y": 2}]
+
+
+@WAYS
+def test_times_beyond_those_of_python_and_numpy(way: Way, tmp_path: Path) -> None:
+    """Python's dates end in 9999; the least integer is NumPy's NaT."""
+    days = pa.array([5_000_000, -5_000_000, 0], pa.int32()).cast(pa.date32())
+    pq.write_table(pa.table({"x": days}), tmp_path / "a.parquet")
+    rows, _ = way(tmp_path / "a.parquet", tmp_path / "root")
+    assert [np.datetime64(row["x"]) for row in rows] == [
+        np.datetime64(n, "D") for n in (5_000_000, -5_000_000, 0)
+    ]
+    for kind in (pa.timestamp("us"), pa.duration("s")):
+        feather.write_feather(pa.table({"x": pa.array([0, -(2**63)]).view(kind)}), str(tmp_path / "a.arrow"))
+        with pytest.raises(ShardkitError, match=r"a\.arrow row 1: .* out of range of"):
+            way(tmp_path / "a.arrow", tmp_path / "other")
+
+
+@WAYS
+def test_folders_of_partitions_that_become_no_field_are_said(way: Way, tmp_path: Path) -> None:
+    for lang in ("de", "en"):
+        (tmp_path / f"data/lang={lang}").mkdir(parents=True)
+        (tmp_path / f"data/lang={lang}/a.csv").write_text(f"x\n{lang}\n")
+    rows, said = way(tmp_path / "data", tmp_path / "root")
+    assert rows == [{"x": "de"}, {"x": "en"}]
+    assert "lang=de/ is the name of a folder, and no field" in said
+
+
 @pytest.mark.parametrize(
     ("good", "bad", "kind", "options"),
     [

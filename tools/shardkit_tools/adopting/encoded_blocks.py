@@ -226,7 +226,7 @@ def _schema(common: bytes, file: SourceFile) -> pa.Schema:
 
 def _list_messages(file: SourceFile) -> list[Message]:
     """Return the messages of a file; bodies are skipped."""
-    with open_ipc(file) as reader:
+    with open_ipc(file) as (reader, _):
         expected = getattr(reader, "num_record_batches", None)
     try:
         places = list_messages(file)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -46,6 +46,7 @@ from shardkit_tools.importers.table_columns import (
 from shardkit_tools.importers.tables import TASK_BYTES, Batches, TableImporter, make_tasks
 
 _MAGIC = b"ARROW1"
+_SEVERAL = "data follows the end of its stream (several streams in one file?), which would be lost"
 _SCAN_ROWS = 100_000  # rows whose nulls decide which fields are optional
 _INFO, SAVED_STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 
@@ -94,7 +95,7 @@ def _open_tables(
 
 
 def _ipc_schema(file: SourceFile) -> Any:
-    with open_ipc(file) as reader:
+    with open_ipc(file) as (reader, _):
         return reader.schema
 
 
@@ -167,7 +168,7 @@ def _sizes_of_batches(file: SourceFile) -> list[tuple[int, int]]:
     """
     if is_url(file.path):
         return []
-    with open_ipc(file) as reader:
+    with open_ipc(file) as (reader, _):
         if not hasattr(reader, "num_record_batches"):
             return []
     batches = _list_batches(file)
@@ -202,11 +203,14 @@ def list_messages(file: SourceFile) -> list[Message]:
     messages: list[Message] = []
     with open_file(file) as stream:
         try:
-            position = 8 if stream.read(len(_MAGIC)) == _MAGIC else 0
+            is_file = stream.read(len(_MAGIC)) == _MAGIC
+            position = 8 if is_file else 0
             while position < file.size:
                 stream.seek(position)
                 length = message_metadata_bytes(stream.read(8))
                 if not length:
+                    if position + 8 < file.size and not is_file:
+                        raise FormatError(f"arrow message: {_SEVERAL}")
                     break
                 messages.append(Message(position, read_message_head(stream.read(length))))
                 position = messages[-1].stop
@@ -218,8 +222,8 @@ def list_messages(file: SourceFile) -> list[Message]:
 
 
 @contextmanager
-def open_ipc(file: SourceFile) -> Iterator[Any]:
-    """Open a reader of an Arrow file or stream."""
+def open_ipc(file: SourceFile) -> Iterator[tuple[Any, BinaryIO]]:
+    """Open a reader of an Arrow file or stream, and the stream that it reads from."""
     with open_file(file) as stream:
         head = stream.read(len(_MAGIC))
         is_file = head == _MAGIC
@@ -236,14 +240,14 @@ def open_ipc(file: SourceFile) -> Iterator[Any]:
                 f"{file.path}: not a readable Arrow file ({error}); fetch or write it again"
             ) from error
         with reader:
-            yield reader
+            yield reader, stream
 
 
 def _record_batches(
     file: SourceFile, start: int = 0, stop: int | None = None, first_row: int = 0, *, skip: bool
 ) -> Batches:
     """Yield record batches; with `skip`, an error in place of one whose header is intact but not its data."""
-    with open_ipc(file) as reader:
+    with open_ipc(file) as (reader, stream):
         count = getattr(reader, "num_record_batches", None)
         if count is not None and stop is not None:
             count = min(count, stop)
@@ -253,6 +257,10 @@ def _record_batches(
             try:
                 batch = reader.read_next_batch() if count is None else reader.get_batch(number)
             except StopIteration:
+                if stream.read(1):
+                    raise SourceError(
+                        f"{file.path}: {_SEVERAL}; split it, or write it again as one"
+                    ) from None
                 return
             # MemoryError: a damaged length may ask for any amount
             except (pa.ArrowException, OSError, MemoryError) as error:

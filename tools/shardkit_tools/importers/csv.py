@@ -43,6 +43,7 @@ from shardkit_tools.importers.line_importer import (
     LineImporter,
     ParseLines,
     blocks_to_infer,
+    note_partitions,
     parse_pieces,
 )
 from shardkit_tools.importers.line_ranges import (
@@ -175,6 +176,7 @@ class CsvImporter(LineImporter):
 
     def samples(self, block: LineBlock) -> LineBlock:
         rows: list[Any] = []
+        block = self.checked(block)
         for row, cells in enumerate(block.rows.cells.to_pylist()):
             try:
                 if row in block.rows.bad:
@@ -199,8 +201,22 @@ class CsvImporter(LineImporter):
             return cell or None
 
     def encode(self, block: LineBlock) -> tuple[list[Any], dict[int, ShardkitError]]:
-        columns, bad = block.rows.columns(self.fields, block.name_of)
+        columns, bad = self.checked(block).rows.columns(self.fields, block.name_of)
         return columns, bad
+
+    def checked(self, block: LineBlock) -> LineBlock:
+        """Return a block in which rows that repeat the header, as in tables that were joined, are bad."""
+        names = self.names_of(block.file)
+        is_first = pc.equal(block.rows.cells.column(0), names[0])
+        if len(names) < 2 or not pc.any(is_first).as_py():  # a text may be the name of a single column
+            return block
+        bad = dict(block.rows.bad)
+        for row in np.flatnonzero(is_first.to_numpy(zero_copy_only=False)).tolist():
+            if block.rows.cells.slice(row, 1).to_pylist() == [dict(zip(names, names, strict=True))]:
+                bad[row] = SourceError(
+                    f"{block.name_of(row)}: repeats the header, as tables that were joined do; remove the line"
+                )
+        return block._replace(rows=replace(block.rows, bad=bad))
 
     def plain_rows(self, lines: bytes) -> NDArray[np.int64] | None:
         return line_starts(lines) if are_plain_rows(self.quote, lines) else None
@@ -240,6 +256,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
                 f"{file.path}: its header ({', '.join(header)[:80]}) has no column of {source.files[0].name} "
                 f"({', '.join(first)[:80]}); write a header into each file, or build the tables one by one"
             )
+    note_partitions(source)
     types = _infer(opened, headers)
     numbers = [name for name, kind in types.items() if _NUMBER.match(name) and kind in ("int64", "float64")]
     if numbers and numbers != [str(column) for column in range(len(numbers))]:  # the names of pandas
@@ -287,6 +304,7 @@ def _infer(importer: CsvImporter, headers: Sequence[dict[str, None]]) -> dict[st
 
     seen = 0
     for block in blocks_to_infer(source, blocks_of, _SCAN_ROWS, skip=options.skip_bad_rows):
+        block = importer.checked(block)
         if block.rows.bad and not options.skip_bad_rows:
             raise block.rows.bad[min(block.rows.bad)]
         places = np.delete(np.arange(len(block.rows)), list(block.rows.bad))

@@ -28,6 +28,7 @@ from shardkit_tools.importers.line_importer import (
     LineImporter,
     ParseLines,
     blocks_to_infer,
+    note_partitions,
     parse_pieces,
 )
 from shardkit_tools.importers.line_ranges import cut_lines, line_starts, read_pieces
@@ -95,6 +96,7 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     # a listing of many files of lines is not read twice: the first file decides
     looked_at = source.files if _is_array(source.files[0]) else _documents(source)
     arrays = frozenset(file.name for file in looked_at if _is_array(file))
+    note_partitions(source)
     objects = set[str]()  # objects whose members are fields
     left_out: dict[str, None] = {}  # dropped fields
     lists: dict[str, list[object]] = {}  # field → its first lists

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -31,6 +32,8 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
     ignore_file,
 )
+
+_PARTITION = re.compile(r"(?:^|/)([^/=]+=[^/]*)/")
 
 
 class LineBlock(NamedTuple):
@@ -102,6 +105,15 @@ def blocks_to_infer(
             left -= len(block.rows)
             if left <= 0:
                 return
+
+
+def note_partitions(source: Source) -> None:
+    """Add a note if folders have the names of partition columns, which only tables of Parquet and Arrow have."""
+    found = next((one for file in source.files if (one := _PARTITION.search(file.name))), None)
+    if found is not None:
+        source.notes.append(
+            f"{found[1]}/ is the name of a folder, and no field; write it into the rows where it matters"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 
 from shardkit.errors import SourceError
-from shardkit.formats.foreign_blocks import INT96_UNIT, column_leaves, parquet_file
+from shardkit.formats.foreign_blocks import INT96_UNIT, PARQUET_MAGIC, chunk_span, column_leaves, parquet_file
 from shardkit.formats.foreign_columns import is_media, plain_column
 from shardkit.formats.schema import KEY_FIELD
 from shardkit_tools.importers.protocol import (
@@ -182,11 +182,23 @@ def _footer(file: SourceFile) -> tuple[Any, Any]:
     with open_file(file) as stream:
         parquet = _open(stream, file)
         stream.seek(-8, os.SEEK_END)
-        signed = int.from_bytes(stream.read(4), "little") - parquet.metadata.serialized_size
+        size = int.from_bytes(stream.read(4), "little")
+        signed = size - parquet.metadata.serialized_size
         # pyarrow ends the process if it meets an encrypted column without its key
         if signed == _SIGNATURE_BYTES:
             raise SourceError(f"{file.path}: columns of it are encrypted; write it again without encryption")
+        stop = max((chunk_span(chunk)[1] for chunk in _chunks(parquet.metadata)), default=len(PARQUET_MAGIC))
+        stream.seek(stop)
+        if 2 * PARQUET_MAGIC in stream.read(max(0, min(_SEARCHED_BYTES, file.size - size - 8 - stop))):
+            raise SourceError(
+                f"{file.path}: several Parquet files in one, of which readers see the last footer only; split it"
+            )
         return parquet.schema_arrow, parquet.metadata
+
+
+def _chunks(footer: Any) -> Iterator[Any]:
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        yield from map(group.column, range(group.num_columns))
 
 
 def _null_columns(
@@ -334,6 +346,7 @@ def _check_int96(batch: Any, fine: Any, file: SourceFile) -> None:
             )
 
 
+_SEARCHED_BYTES = 1 << 20  # after the data, where the first of several files has its footer
 # of a footer in plain text whose columns are encrypted: Parquet modular encryption, section 5.5
 _SIGNATURE_BYTES = 28
 _BUFFER_BYTES, _URL_BUFFER_BYTES = 2**20, 2**23  # bytes of a column that are read ahead
