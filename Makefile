@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Tests wait for processes and servers a third of their time.
-JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) \* 3 / 2)
+# Tests wait for processes and servers half of their time.
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) \* 2)
 STAMP := $(VENV)/.installed-dev
 DEMO_STAMP := $(VENV)/.installed-demo
 DOCS_STAMP := $(VENV)/.installed-docs
