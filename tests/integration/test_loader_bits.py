@@ -11,6 +11,7 @@ import pytest
 
 import shardkit
 from shardkit.loader.settings import Workers
+from tests.drills import DRILLS
 
 ROWS, BATCH, LANES = 400, 40, 8
 
@@ -65,6 +66,7 @@ def _parts(column: Any) -> list[bytes]:
     return [row.tobytes() for row in np.asarray(column)]
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("transform", [None, augment], ids=["as stored", "augmented"])
 def test_ranks_threads_and_prefetch_change_no_bit(ds: shardkit.Dataset, transform: Any) -> None:
     plan = ds.plan(global_batch=BATCH, lanes=LANES, seed=3)
@@ -72,7 +74,7 @@ def test_ranks_threads_and_prefetch_change_no_bit(ds: shardkit.Dataset, transfor
     assert len(whole) == ROWS
     if transform is not None:
         assert len({row[4] for row in whole}) == ROWS  # no two samples drew the same
-    settings = [(world, threads) for world in (1, 2, 4) for threads in range(1, 9)]
+    settings = [(world, threads) for world in (1, 2, 4) for threads in (range(1, 9) if DRILLS else (1, 3, 8))]
     for number, (world, threads) in enumerate(settings):
         got: list[tuple[Any, ...]] = []
         for rank in range(world):
@@ -93,7 +95,7 @@ def test_transform_workers_change_no_bit(ds: shardkit.Dataset, workers: Workers)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize("workers", [0, 1, 2, 5])
+@pytest.mark.parametrize("workers", [0, 2, 5])
 def test_data_loader_workers_change_no_bit(ds: shardkit.Dataset, workers: int) -> None:
     pytest.importorskip("torch")
     from torch.utils.data import DataLoader
