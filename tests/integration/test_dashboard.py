@@ -295,40 +295,42 @@ def texts(value: Any) -> Iterator[str]:
             yield from texts(one)
 
 
-def browser() -> Any:
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A browser, in which each test opens a page of its own."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next((found for name in names if (found := shutil.which(name))), None)
-    if path is None:  # playwright may have brought its own
-        with playwright.sync_playwright() as started:
-            own = Path(started.chromium.executable_path)
-        path = str(own) if own.exists() else None
-    if path is None:
-        pytest.skip("no Chromium on this machine")
-    return playwright.sync_playwright, path
+    with playwright.sync_playwright() as started:
+        # the machine's own, or the one that playwright may have brought
+        paths = [
+            *map(shutil.which, ("chromium", "chromium-browser", "google-chrome")),
+            started.chromium.executable_path,
+        ]
+        path = next((one for one in paths if one and Path(one).exists()), None)
+        if path is None:
+            pytest.skip("no Chromium on this machine")
+        # a test machine may run as root, where Chromium's own sandbox does not start
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @contextlib.contextmanager
-def opened(port: int, **options: Any) -> Iterator[Any]:
-    start, path = browser()
-    with start() as playwright:
-        # a test machine may run as root, where Chromium's own sandbox does not start
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = chromium.new_page(**options)
-        said: list[str] = []
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: said.append(dialog.message))
-        page.goto(f"http://127.0.0.1:{port}/{TOKEN}/")
-        page.wait_for_selector("#events td")
-        yield page
-        assert said == []
-        chromium.close()
+def opened(chromium: Any, port: int, **options: Any) -> Iterator[Any]:
+    page = chromium.new_page(**options)
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("dialog", lambda dialog: said.append(dialog.message))
+    page.goto(f"http://127.0.0.1:{port}/{TOKEN}/")
+    page.wait_for_selector("#events td")
+    yield page
+    assert said == []
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_person_sees_the_story(port: int, tmp_path: Path, scheme: str) -> None:
-    with opened(port, viewport={"width": 1280, "height": 900}, color_scheme=scheme) as page:
+def test_a_person_sees_the_story(chromium: Any, port: int, tmp_path: Path, scheme: str) -> None:
+    with opened(chromium, port, viewport={"width": 1280, "height": 900}, color_scheme=scheme) as page:
         assert page.inner_text("#state") == "ended"
         assert "rank 1 takes" in page.inner_text("#anomalies")
         assert "-bound" in page.inner_text("#tiles")
@@ -360,9 +362,9 @@ def axe() -> str:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("dark", 1280), ("light", 390)])
-def test_axe_finds_nothing(port: int, tmp_path: Path, scheme: str, width: int) -> None:
+def test_axe_finds_nothing(chromium: Any, port: int, tmp_path: Path, scheme: str, width: int) -> None:
     rules = axe()
-    with opened(port, viewport={"width": width, "height": 844}, color_scheme=scheme) as page:
+    with opened(chromium, port, viewport={"width": width, "height": 844}, color_scheme=scheme) as page:
         page.evaluate(rules)
         found = page.evaluate("axe.run()")
         assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found["violations"]] == []
@@ -374,8 +376,8 @@ def test_axe_finds_nothing(port: int, tmp_path: Path, scheme: str, width: int) -
         page.screenshot(path=tmp_path / f"{scheme}-{width}.png", full_page=True)
 
 
-def test_numbers_behind_charts_are_tables(port: int) -> None:
-    with opened(port) as page:
+def test_numbers_behind_charts_are_tables(chromium: Any, port: int) -> None:
+    with opened(chromium, port) as page:
         drawings = page.locator(".chart svg[role=img], #shares svg[role=img]")
         assert drawings.count() == page.locator(".unseen table").count() >= 8
         assert page.locator("#throughput .unseen table tr").count() > 3
@@ -384,8 +386,8 @@ def test_numbers_behind_charts_are_tables(port: int) -> None:
         assert re.match(r"0\d+[\d.]+ m?s[\d.]+ [KMG]?i?B$", first), first
 
 
-def test_axes_of_small_counts_have_whole_numbers(port: int) -> None:
-    with opened(port) as page:
+def test_axes_of_small_counts_have_whole_numbers(chromium: Any, port: int) -> None:
+    with opened(chromium, port) as page:
         for most, expected in (
             (1, ["0", "1"]),
             (2, ["0", "1", "2"]),
@@ -405,8 +407,8 @@ def test_axes_of_small_counts_have_whole_numbers(port: int) -> None:
             assert [one for one in said if ":" not in one] == expected
 
 
-def test_an_axis_of_zeros_names_no_other_number(port: int) -> None:
-    with opened(port) as page:
+def test_an_axis_of_zeros_names_no_other_number(chromium: Any, port: int) -> None:
+    with opened(chromium, port) as page:
         page.evaluate(
             """async () => {
                 const charts = await import("./charts.js");
@@ -418,8 +420,8 @@ def test_an_axis_of_zeros_names_no_other_number(port: int) -> None:
         assert [one for one in said if ":" not in one] == ["0"]
 
 
-def test_means_keep_gaps_and_points_stay_visible(port: int) -> None:
-    with opened(port) as page:
+def test_means_keep_gaps_and_points_stay_visible(chromium: Any, port: int) -> None:
+    with opened(chromium, port) as page:
         means = page.evaluate(
             """async () => {
                 const charts = await import("./charts.js");
@@ -464,16 +466,16 @@ def test_texts_of_drawings_have_the_contrast_of_aa(port: int) -> None:
         assert {pair: ratio for pair, ratio in low.items() if ratio < 4.5} == {}
 
 
-def test_a_narrow_window_is_enough(port: int) -> None:
-    with opened(port, viewport={"width": 420, "height": 800}) as page:
+def test_a_narrow_window_is_enough(chromium: Any, port: int) -> None:
+    with opened(chromium, port, viewport={"width": 420, "height": 800}) as page:
         assert (
             page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
         )
 
 
-def test_nothing_that_a_run_says_is_executed(hostile_run: Path) -> None:
+def test_nothing_that_a_run_says_is_executed(chromium: Any, hostile_run: Path) -> None:
     asked: list[str] = []
-    with served(hostile_run) as port, opened(port) as page:
+    with served(hostile_run) as port, opened(chromium, port) as page:
         page.on("request", lambda request: asked.append(request.url))
         page.wait_for_timeout(2_500)  # it has drawn again
         assert page.evaluate("window.hacked") is None
