@@ -22,7 +22,7 @@ import shardkit
 from shardkit.errors import ConfigurationError, RunError
 from shardkit.ledger import read_journal
 from shardkit.reading.blocks import BlockReader
-from shardkit.telemetry import TelemetrySettings, read_events, read_run
+from shardkit.telemetry import TelemetrySettings, read_events, read_run, recorder
 
 # ---- What the loader does when something fails: rows that do not decode, transforms, stalls, forks, signals
 
@@ -233,8 +233,9 @@ def test_the_watchdog_names_rank_lane_shard_and_stage(
         return read(self, shard, block, verify, **how)
 
     def tell(facts: Any) -> None:
-        told.append(facts)
-        spoken.set()
+        if facts["stage"] == "load":  # on a busy machine, what is before it may stall as well
+            told.append(facts)
+            spoken.set()
 
     monkeypatch.setattr(BlockReader, "read", hang)
     plan = _plan(images)
@@ -331,7 +332,8 @@ def test_a_shard_that_becomes_no_file_is_an_error_at_once(tmp_path: Path, form: 
 # ---- A loader that stalls says so by itself: an event, a counter, and what its threads were doing
 
 
-def test_a_stall_leaves_the_stacks_that_explain_it(tmp_path: Path) -> None:
+def test_a_stall_leaves_the_stacks_that_explain_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_BETWEEN_STACKS_S", 0.0)  # on a busy machine loading may stall first
     root = str(tmp_path / "data")
     with shardkit.create(root, {"x": "int64[8]"}, shard_size="16KiB", block_size="2KiB") as writer:
         for number in range(64):
@@ -346,6 +348,11 @@ def test_a_stall_leaves_the_stacks_that_explain_it(tmp_path: Path) -> None:
     reports: list[Any] = []
     run = tmp_path / "run"
     stacks = run / "telemetry" / "rank-00000.stacks.txt"
+
+    def is_explained() -> bool:
+        is_told = any(one["stage"] == "transform" for one in reports)
+        return is_told and stacks.exists() and "a_transform_that_hangs" in stacks.read_text()
+
     with dataset.loader(
         dataset.plan(global_batch=8, lanes=2), run=run, tensors=False, transform=a_transform_that_hangs, stall_s=0.1,
         on_stall=reports.append, telemetry=TelemetrySettings(interval_s=0.05),
@@ -354,17 +361,13 @@ def test_a_stall_leaves_the_stacks_that_explain_it(tmp_path: Path) -> None:
         waiting = threading.Thread(target=next, args=(steps,))
         waiting.start()
         deadline = time.monotonic() + 60
-        while not stacks.exists():
+        while not is_explained():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         released.set()
         waiting.join()
         assert sum(1 for _ in steps) == 7, "and the run goes on"
-    text = stacks.read_text()
-    assert "a_transform_that_hangs" in text
-    assert reports
-    [stall, *_] = [event for event in read_events(run) if event["event"] == "stall"]
-    assert stall["stage"] == "transform"
+    assert "transform" in {event["stage"] for event in read_events(run) if event["event"] == "stall"}
     last = read_run(run).series[0, 0][-1]
     assert last.value("loader.stalls") >= 1
     assert last.value("loader.steps") == 8
