@@ -80,6 +80,8 @@ def typed_cells(texts: Any, kind: FieldType) -> Any:
             if longest > _MAX_DIGITS or pc.any(pc.match_substring(texts, "x", ignore_case=True)).as_py():
                 return None
             return texts.cast(target)
+        if pc.any(pc.match_substring(texts, "(")).as_py():
+            return None  # pyarrow reads nan(1) as a number
         wide = texts.cast(pa.float64())
         numbers = wide.drop_null().to_numpy()
         with np.errstate(over="ignore"):
