@@ -41,7 +41,7 @@ from shardkit.repository.garbage import (
     read_marks,
     write_marks,
 )
-from shardkit.repository.log import LOG, NO_COMMIT, Deletion, LogEntry
+from shardkit.repository.log import NO_COMMIT, Deletion, LogEntry, read_entry
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER
 from shardkit.stores.local import LocalStore
@@ -258,7 +258,7 @@ class _Collector:
         self.done.finished += 1
 
     def _time_of(self, deletion: Deletion) -> str:
-        return LOG.read(self.store, deletion.begun, self._repository.id)[0].time
+        return read_entry(self.store, deletion.begun, self._repository.id)[0].time
 
     def _refuse_second(self, deletion: Deletion) -> None:
         url = self._repository.url

@@ -1,7 +1,7 @@
-"""Check and repair the documents that no manifest names: identity, marks, log and location tables.
+"""Check and repair the documents that no manifest names: identity, marks, log and the second copy of the table.
 
-Each document has its own digest, and entries and tables name their predecessors, so a good document can be recognized
-in any location. The root's documents are repaired before anything is read through them. The documents of copies are
+Each document has its own digest, and log entries name their predecessors, so a good document can be recognized in any
+location. The root's documents are repaired before anything is read through them. The documents of copies are
 repaired last, after the objects, so that a copy never names an object that it lacks.
 """
 
@@ -13,31 +13,36 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import msgspec
+
 from shardkit.documents import sha256_digest
 from shardkit.errors import FormatError, IntegrityError, MissingDependency, NotFoundError, ShardkitError
 from shardkit.extras import shell_word
 from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.repository.locations import (
     COPY_NAME,
-    SPARES,
-    TABLES,
+    SPARE_NAME,
     CopyMark,
-    LocationRecord,
-    LocationTable,
     location_of,
     read_mark,
+    read_spare,
+    repository_id,
+    spare_bytes,
 )
 from shardkit.repository.log import (
     IDENTITY_NAME,
-    LOG,
+    LOG_FOLDER,
     MAX_ENTRY_BYTES,
     NO_COMMIT,
     Identity,
     LogEntry,
-    Row,
+    entry_name,
+    entry_numbers,
     identity_in,
     identity_named_by,
+    read_entry,
 )
+from shardkit.repository.policy import LocationRecord, LocationTable
 from shardkit.stores.store import Store
 
 _DAMAGED: Final = (NotFoundError, IntegrityError, FormatError)
@@ -81,29 +86,30 @@ class UncheckedCopy(NamedTuple):
     why: str
 
 
-_Row = Row[LogEntry] | Row[LocationTable]
-
-
-class _Document(NamedTuple):
+class _Entry(NamedTuple):
     data: bytes
-    said: LogEntry | LocationTable
+    entry: LogEntry
     source: str
 
 
 @dataclass(frozen=True)
-class _PlaceDocuments:
-    """Documents of one row in one location.
+class _PlaceLog:
+    """The log of one location.
 
     Attributes:
-        numbers: numbers of all documents.
-        good: number → valid document of this repository.
+        numbers: numbers of all entries.
+        good: number → valid entry of this repository.
     """
 
     location: str
     store: Store
-    row: _Row
     numbers: set[int]
-    good: dict[int, _Document]
+    good: dict[int, _Entry]
+
+    @property
+    def table(self) -> LocationTable | None:
+        """Locations and policy in the newest valid entry."""
+        return self.good[max(self.good)].entry.locations if self.good else None
 
 
 class _Put(NamedTuple):
@@ -162,7 +168,7 @@ class Documents:
     def add_commit(self, entry: LogEntry) -> None:
         """Add an entry that was committed after the comparison of the logs, which replaces the copies' own."""
         self.newest = entry
-        name, data = LOG.name(entry.n), entry.to_bytes()
+        name, data = entry_name(entry.n), entry.to_bytes()
         stores = {one.location: one.store for one in self.puts if one.location != ROOT_NAME}
         stores |= {location: one.store for location, one in self.locations.items()}
         self.puts = [one for one in self.puts if one.name != name]
@@ -198,18 +204,54 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
     repository = repository_id(root)
     if not repository or root.head(COPY_NAME) is not None:
         return found  # opening the root reports the error
-    tables = [_read_place(ROOT_NAME, root, row, repository) for row in (TABLES, SPARES)]
-    logs = [_read_place(ROOT_NAME, root, LOG, repository)]
-    known = _choose(tables)
-    newest = known[max(known)].said if known else None
-    recorded = newest.others if isinstance(newest, LocationTable) else ()
+    logs = [_read_log(ROOT_NAME, root, repository)]
+    table, spare, was = logs[0].table, None, "missing"
+    try:
+        spare = read_spare(root, repository)
+    except ShardkitError:  # damaged or not a regular file; `_put` handles both
+        was = "wrong"
+    if spare is not None and (table is None or spare.n > table.n):
+        table = spare
+    copies = found.copies
+    _open_copies(root, repository, table.others if table is not None else (), more, found)
+    for name, store in list(copies.items()):
+        try:
+            log = _read_log(name, store, repository)
+        except ShardkitError as error:
+            found.unchecked.append(UncheckedCopy(name, LOG_FOLDER, str(error)))
+            continue
+        if _is_promoted(log.table, table):
+            del copies[name]
+            found.puts = [one for one in found.puts if one.location != name]
+        else:
+            logs.append(log)
+    chosen = _choose(logs)
+    _compare(logs, chosen, found)
+    found.newest = chosen[max(chosen)].entry if chosen else None
+    first = chosen[1].entry if 1 in chosen else None
+    _identities(root, copies, first, repository, found)
+    current = found.newest.locations if found.newest is not None else None
+    if current is not None and current != spare and (spare is None or spare.n <= current.n):
+        was = was if spare is None else "wrong"
+        found.puts.append(_Put(ROOT_NAME, root, SPARE_NAME, spare_bytes(repository, current), was, ROOT_NAME))
+    return found
+
+
+def _open_copies(
+    root: Store,
+    repository: str,
+    recorded: Sequence[LocationRecord],
+    more: Sequence[LocationRecord],
+    found: Documents,
+) -> None:
+    """Open the copies that the root's table records, and those that the caller names."""
     copies = found.copies
     for record in (*recorded, *more):
         copies.pop(record.name, None)
         try:
             location = location_of(record, writable=True)
             if record in recorded:
-                is_copy, why = _is_copy(location.store, root, record, repository, max(known), found)
+                is_copy, why = _is_copy(location.store, root, record, repository, found)
             else:
                 is_copy, why = _is_ours(location.store, repository, root)
         except MissingDependency:
@@ -224,63 +266,44 @@ def check_documents(root: Store, more: Sequence[LocationRecord]) -> Documents:
         else:
             found.locations[record.name] = location
             found.absent.pop(record.name, None)
-    for name, store in copies.items():
-        try:
-            tables.append(_read_place(name, store, TABLES, repository))
-            logs.append(_read_place(name, store, LOG, repository))
-        except ShardkitError as error:
-            found.unchecked.append(UncheckedCopy(name, LOG.prefix, str(error)))
-    _compare(tables, _choose(tables), found)
-    log = _choose(logs, may_grow=True)
-    _compare(logs, log, found)
-    entry = log[max(log)].said if log else None
-    found.newest = entry if isinstance(entry, LogEntry) else None
-    _identities(root, copies, log.get(1), repository, found)
-    return found
 
 
-def repository_id(root: Store) -> str:
-    """Return the repository id of the identity, otherwise of the first good document; "" if there is none."""
-    with contextlib.suppress(*_DAMAGED):
-        return identity_in(root).id
-    for row in (LOG, TABLES, SPARES):
-        for name in root.list_after(row.prefix):
-            number = row.number(name)
-            if number is not None:
-                with contextlib.suppress(*_DAMAGED):
-                    return row.read(root, number, None)[0].repository
-    return ""
+def _is_promoted(own: LocationTable | None, table: LocationTable | None) -> bool:
+    """Return True if a copy was promoted to a root: it has a newer table, in which another place is the root.
+
+    Its objects are used, its documents are not.
+    """
+    return own is not None and table is not None and own.n > table.n and own.root.url != table.root.url
 
 
-def _read_place(location: str, store: Store, row: _Row, repository: str) -> _PlaceDocuments:
-    numbers = {n for n in map(row.number, store.list_after(row.prefix)) if n is not None}
-    good: dict[int, _Document] = {}
+def _read_log(location: str, store: Store, repository: str) -> _PlaceLog:
+    numbers = entry_numbers(store)
+    good: dict[int, _Entry] = {}
 
     def read(number: int) -> None:
         with contextlib.suppress(ShardkitError):  # damaged or not a regular file; `_put` handles both
-            said, data = row.read(store, number, repository)
-            good[number] = _Document(data, said, location)
+            entry, data = read_entry(store, number, repository)
+            good[number] = _Entry(data, entry, location)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardkit-documents") as pool:
         list(pool.map(read, sorted(numbers)))
-    return _PlaceDocuments(location, store, row, numbers, good)
+    return _PlaceLog(location, store, numbers, good)
 
 
-def _choose(places: Sequence[_PlaceDocuments], *, may_grow: bool = False) -> dict[int, _Document]:
-    """Return the good document of each number: it names its predecessor, and the root's successor names it.
+def _choose(places: Sequence[_PlaceLog]) -> dict[int, _Entry]:
+    """Return the good entry of each number: it names its predecessor, and the root's successor names it.
 
-    With `may_grow`, documents of copies may follow the root's last one: the root lost them, because commits go to the
-    root only.
+    Entries of copies may follow the root's last one: the root lost them, because commits go to the root only.
     """
     root, copies = places[0], sorted(places[1:], key=lambda place: -len(place.good))
-    own = max((n for place in places if place.location == root.location for n in place.numbers), default=0)
-    last = max((n for place in places for n in place.numbers), default=0) if may_grow else own
-    found: dict[int, _Document] = {}
+    own = max(root.numbers, default=0)
+    last = max((n for place in places for n in place.numbers), default=0)
+    found: dict[int, _Entry] = {}
     for number in range(1, last + 1):
         before, after = found.get(number - 1), root.good.get(number + 1)
         for one in (place.good[number] for place in (root, *copies) if number in place.good):
-            follows = before is None or one.said.previous == sha256_digest(before.data)
-            is_followed = after is None or after.said.previous == sha256_digest(one.data)
+            follows = before is None or one.entry.previous == sha256_digest(before.data)
+            is_followed = after is None or after.entry.previous == sha256_digest(one.data)
             if follows and (is_followed or one.source == root.location):
                 found[number] = one
                 break
@@ -290,17 +313,15 @@ def _choose(places: Sequence[_PlaceDocuments], *, may_grow: bool = False) -> dic
     return found
 
 
-def _compare(places: Sequence[_PlaceDocuments], chosen: dict[int, _Document], found: Documents) -> None:
-    """Add puts for the documents of a row that differ from the chosen ones, or are missing before its last one."""
+def _compare(places: Sequence[_PlaceLog], chosen: dict[int, _Entry], found: Documents) -> None:
+    """Add puts for the entries that differ from the chosen ones, or are missing before the last one of a log."""
     root = places[0]
     for number in range(1, max((n for place in places for n in place.numbers), default=0) + 1):
         if number not in chosen and not any(number in place.good for place in places):
-            action = _RESTORE
-            if root.row is LOG:
-                is_newest = number == max(root.numbers, default=0)
-                older = f"{_RESTORE_OLDER}{root.store.url}@REF --to NEW_ROOT"
-                action = _RESTORE_NEWEST if is_newest else older
-            found.lost.append(LostObject(root.row.name(number), 0, "no location has a good one", action))
+            is_newest = number == max(root.numbers, default=0)
+            older = f"{_RESTORE_OLDER}{root.store.url}@REF --to NEW_ROOT"
+            action = _RESTORE_NEWEST if is_newest else older
+            found.lost.append(LostObject(entry_name(number), 0, "no location has a good one", action))
     for place in places:
         last = max(place.numbers, default=0)
         is_fork = place.location != root.location and _note_fork(place, chosen, found)
@@ -309,34 +330,31 @@ def _compare(places: Sequence[_PlaceDocuments], chosen: dict[int, _Document], fo
                 continue
             if number > last and place.location != root.location:
                 continue  # not damaged: `mirror_log` copies new entries
-            name = place.row.name(number)
             was = "wrong" if number in place.numbers else "missing"
+            name = entry_name(number)
             found.puts.append(_Put(place.location, place.store, name, good.data, was, good.source))
         for number in sorted(place.numbers - chosen.keys()) if is_fork else ():
-            name = place.row.name(number)
+            name = entry_name(number)
             found.puts.append(_Put(place.location, place.store, name, None, "wrong", ROOT_NAME))
 
 
-def _note_fork(place: _PlaceDocuments, chosen: dict[int, _Document], found: Documents) -> bool:
-    """Return True if a copy has good documents other than the chosen ones. A forked log is noted for merging."""
+def _note_fork(place: _PlaceLog, chosen: dict[int, _Entry], found: Documents) -> bool:
+    """Return True if a copy has good entries other than the chosen ones. The fork is noted for merging."""
     other = [n for n, one in place.good.items() if n not in chosen or chosen[n].data != one.data]
     if not other or not chosen:
         return False
     common = max((n for n in place.good.keys() - other), default=0)
-    newest = place.good[max(other)].said
-    shared = place.good[common].said if common else None
-    if isinstance(newest, LogEntry) and (shared is None or isinstance(shared, LogEntry)):
-        found.forks.append(Fork(place.location, shared, newest))
+    shared = place.good[common].entry if common else None
+    found.forks.append(Fork(place.location, shared, place.good[max(other)].entry))
     return True
 
 
-def merged_names(
-    head: LogEntry, fork: Fork, is_there: Callable[[str], bool]
-) -> Mapping[str, Mapping[str, str]] | None:
+def merged_names(head: LogEntry, fork: Fork, is_there: Callable[[str], bool]) -> Mapping[str, object] | None:
     """Return the refs and tags of `head` with the names that only the fork has; None if it has no such names.
 
     A name that both changed keeps the root's version, and the fork's version gets the name ``<name>-<location>``.
-    Versions without a manifest, and versions of withdrawn tags, are not restored.
+    Versions without a manifest, and versions of withdrawn tags, are not restored. A table of locations that only the
+    fork changed is restored.
     """
     before = fork.common or NO_COMMIT
     tables: dict[str, dict[str, str]] = {"refs": dict(head.refs), "tags": dict(head.tags)}
@@ -358,7 +376,12 @@ def merged_names(
     tables["tags"] = {name: version for name, version in tables["tags"].items() if name not in withdrawn}
     tables["withdrawn"] = withdrawn
     was = {"refs": head.refs, "tags": head.tags, "withdrawn": head.withdrawn}
-    return None if all(dict(was[kind]) == table for kind, table in tables.items()) else tables
+    locations = fork.newest.locations if head.locations == before.locations else head.locations
+    if locations == head.locations and all(dict(was[kind]) == table for kind, table in tables.items()):
+        return None
+    if locations is not None and locations != head.locations:
+        locations = msgspec.structs.replace(locations, n=head.n + 1)
+    return {**tables, "locations": locations}
 
 
 def _is_ours(store: Store, repository: str, root: Store, *, is_marked: bool = False) -> tuple[bool, str]:
@@ -378,12 +401,11 @@ def _is_ours(store: Store, repository: str, root: Store, *, is_marked: bool = Fa
 
 
 def _is_copy(
-    store: Store, root: Store, record: LocationRecord, repository: str, table: int, found: Documents
+    store: Store, root: Store, record: LocationRecord, repository: str, found: Documents
 ) -> tuple[bool, str]:
     """Return whether a location is the copy that the table names, and why it does not have this repository.
 
-    A damaged or missing mark is restored if the identity is there: an unmounted disk has neither. A location whose
-    table is newer than the root's was promoted to a root and has no mark. Its objects are used, its documents are not.
+    A damaged or missing mark is restored if the identity is there: an unmounted disk has neither.
     """
     wanted, was = CopyMark(record.name, repository), "wrong"
     try:
@@ -396,16 +418,15 @@ def _is_copy(
     is_ours, why = _is_ours(store, repository, root, is_marked=mark == wanted)
     if not is_ours or mark == wanted:
         return is_ours, why
-    is_ahead = store.head(TABLES.name(table + 1)) is not None
     is_another = mark is not None and mark.repository == repository and mark.location != record.name
-    if is_ahead or is_another or store.url == root.url:
+    if is_another or store.url == root.url:
         return False, ""
     found.puts.append(_Put(record.name, store, COPY_NAME, wanted.to_bytes(), was, ROOT_NAME))
     return True, ""
 
 
 def _identities(
-    root: Store, copies: dict[str, Store], first: _Document | None, repository: str, found: Documents
+    root: Store, copies: dict[str, Store], first: LogEntry | None, repository: str, found: Documents
 ) -> None:
     """Add puts for missing or damaged identities, from any good one or from the digest in the first log entry."""
     places = {ROOT_NAME: root, **copies}
@@ -414,8 +435,7 @@ def _identities(
         with contextlib.suppress(ShardkitError):
             known[name] = identity_in(store)
     source = next((name for name, one in known.items() if one.id == repository), None)
-    entry = first.said if first is not None else None
-    proven = identity_named_by(entry) if isinstance(entry, LogEntry) else None
+    proven = identity_named_by(first) if first is not None else None
     good = proven or (known[source] if source is not None else None)
     if good is None:
         found.lost.append(

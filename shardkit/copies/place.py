@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+import msgspec
 
 from shardkit.copies.placement import Holdings, find_needed, look, unknown_strata
 from shardkit.copies.repair import encode_parity
 from shardkit.copies.replicate import CopyProgress, Replication, copy_missing, mirror, over_all
 from shardkit.copies.walk import CheckSettings
-from shardkit.documents import seconds_of
-from shardkit.errors import ConfigurationError, NotFoundError, ShardkitError, StoreError, UsageError
+from shardkit.documents import seconds_of, utc_text
+from shardkit.errors import (
+    CommitConflict,
+    ConfigurationError,
+    NotFoundError,
+    ShardkitError,
+    StoreError,
+    UsageError,
+)
 from shardkit.exit_codes import ExitCode
+from shardkit.extras import shell_word
 from shardkit.reading.objects import ROOT_NAME, check_object
 from shardkit.repository.locations import (
     COPY_NAME,
-    LocationRecord,
-    LocationTable,
-    absolute_url,
-    commit_table,
-    draft_table,
+    SPARE_NAME,
     first_root,
-    local_path,
     location_of,
     prepare_copy,
     read_mark,
     read_table,
-    read_tables,
+    spare_bytes,
 )
-from shardkit.repository.log import identity_in
-from shardkit.repository.policy import Policy
+from shardkit.repository.log import NO_COMMIT, LogEntry, identity_in
+from shardkit.repository.policy import LocationRecord, LocationTable, Policy, absolute_url, local_path
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import open_store
-from shardkit.stores.store import Store, root_store
+from shardkit.stores.store import Store, put_over, root_store
 from shardkit.stores.waiting import RateLimiter
 
 GRACE_S: Final = 7 * 86_400
@@ -185,15 +192,45 @@ def place(
             _check_copied(repository, found)
         if table is not base:
             told = message or _describe(base, table.locations)
-            root = root_store(repository.store)
-            placing.table = commit_table(
-                root, repository.id, base, table.policy, table.locations, message=told, author=author
-            )
+            placing.table = commit_table(repository, base, table, message=told, author=author)
             placing.committed = True
     _delete_due(placing, found, pace, grace_s, clock, dry_run=dry_run)
     if not dry_run:
         mirror(found)
     return placing
+
+
+def commit_table(
+    repository: Repository,
+    base: LocationTable | None,
+    table: LocationTable,
+    *,
+    message: str,
+    author: str = "",
+) -> LocationTable:
+    """Commit a table that was made from `base`, and return it with its number and time.
+
+    Raises:
+        CommitConflict: Another process committed a table after `base`.
+    """
+
+    def change(head: LogEntry | None) -> Mapping[str, Any]:
+        head = head or NO_COMMIT
+        if head.locations != base:
+            raise CommitConflict(
+                f"locations of {repository.url} were changed by somebody else meanwhile; look at them (shardkit place "
+                f"{shell_word(repository.url)}), then run the same command again"
+            )
+        return {"locations": msgspec.structs.replace(table, n=head.n + 1, time=utc_text())}
+
+    entry = repository.append(change, repository.head(), message, author)
+    assert entry is not None
+    assert entry.locations is not None
+    # The table is committed. Repair puts a missing second copy.
+    with contextlib.suppress(ShardkitError):
+        spare = spare_bytes(repository.id, entry.locations)
+        put_over(root_store(repository.store), SPARE_NAME, spare)
+    return entry.locations
 
 
 def _table_after(
@@ -207,7 +244,7 @@ def _table_after(
         return None
     if not change.is_undo:
         _check_strata(repository, base, policy)
-    return draft_table(repository.id, base, policy, records)
+    return LocationTable(policy=policy, locations=records)
 
 
 def _check_strata(repository: Repository, base: LocationTable | None, policy: Policy) -> None:
@@ -224,10 +261,10 @@ def undo(repository: Repository, **options: Any) -> Placing:
     Raises:
         UsageError: There is no earlier table.
     """
-    tables = read_tables(root_store(repository.store), repository.id)
-    if len(tables) < 2:
+    tables = itertools.pairwise(entry.locations for entry in repository.newest_commits())
+    now, before = next(((one, other) for one, other in tables if one != other), (None, None))
+    if now is None or before is None:
         raise UsageError(f"{repository.url}: there is no earlier placement to go back to")
-    now, before = tables[0], tables[1]
     back = {one.name for one in before.locations}
     change = PlacementChange(
         locations=before.others,
@@ -263,7 +300,7 @@ def _delete_due(
         return
     copies = surplus(found)
     placing.surplus = len(copies)
-    since = clock() if table.time.startswith("1970") else seconds_of(table.time)
+    since = seconds_of(table.time) if table.n else clock()
     placing.due_in_s = max(0, int(since + grace_s - clock())) if copies else 0
     if copies and placing.due_in_s == 0 and not dry_run:
         placing.drops = drop_surplus(table, found, copies, pace)
@@ -359,8 +396,10 @@ def promote(
         )
         others = [one for one in table.others if one.name != mark.location]
         policy: Policy = table.policy if copies is None else table.policy.changed(copies=copies)
+        new = LocationTable(policy=policy, locations=(root, *others))
         told = message or f"{mark.location} is the root now"
-        table = commit_table(store, identity.id, table, policy, [root, *others], message=told, author=author)
+        repository = Repository(store, identity, read_only=False)
+        table = commit_table(repository, table, new, message=told, author=author)
     store.delete(COPY_NAME)  # last: the mark prevents commits until then
     return table
 

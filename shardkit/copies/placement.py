@@ -25,15 +25,8 @@ from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.inventory import Inventory, first_good, walk_versions
 from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.reading.parity.sets import parity_names
-from shardkit.repository.locations import (
-    LocationRecord,
-    LocationTable,
-    first_root,
-    is_prepared,
-    location_of,
-    read_table,
-)
-from shardkit.repository.policy import Policy
+from shardkit.repository.locations import first_root, is_prepared, location_of, read_table
+from shardkit.repository.policy import LocationRecord, LocationTable, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import parse_object_name, root_store
 

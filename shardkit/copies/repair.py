@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from shardkit.copies.documents import HealedCopy, LostObject, UncheckedCopy, repository_id
+from shardkit.copies.documents import HealedCopy, LostObject, UncheckedCopy
 from shardkit.copies.placement import Copy
 from shardkit.copies.tasks import CopyTask, run_in_threads
 from shardkit.copies.walk import CheckSettings, CopyWalk, Repair
@@ -45,21 +45,16 @@ from shardkit.reading.objects import DEPTHS, ROOT_NAME, CopyResult, check_object
 from shardkit.reading.parity.rebuilding import encode_set
 from shardkit.reading.parity.sets import ParitySet, SetRecord, read_record, sets_of
 from shardkit.repository.locations import (
-    SPARES,
-    TABLES,
-    LocationRecord,
-    LocationTable,
+    SPARE_NAME,
     find_sibling_copies,
     location_of,
     read_mark,
     read_table,
+    repository_id,
+    spare_bytes,
 )
-from shardkit.repository.log import (
-    LOG,
-    MAX_ENTRY_BYTES,
-    LogEntry,
-)
-from shardkit.repository.policy import Parity
+from shardkit.repository.log import LOG_FOLDER, MAX_ENTRY_BYTES, LogEntry
+from shardkit.repository.policy import LocationRecord, LocationTable, Parity
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore, check_vacant, open_store
 from shardkit.stores.store import Store, parse_object_name, put_over, root_store
@@ -275,7 +270,7 @@ def _compare_logs(root: Store, copy: Store) -> tuple[str, list[str]]:
 
     The copy is listed first, because a concurrent commit reaches the root before it reaches a copy.
     """
-    held, own = set(copy.list_after(LOG.prefix)), set(root.list_after(LOG.prefix))
+    held, own = set(copy.list_after(LOG_FOLDER)), set(root.list_after(LOG_FOLDER))
     foreign, last = sorted(held - own), max(held, default="")
     conflict = ""
     if foreign:
@@ -316,8 +311,6 @@ def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:
     for folder in _MIRRORED:
         held = set(copy.list_after(folder))
         for name in root.list_after(folder):
-            if name.startswith(SPARES.prefix) or (name in held and TABLES.number(name) is not None):
-                continue  # spares are the root's; tables never change
             data = _sound_bytes(root, name)
             if data is None:
                 other = _steady_bytes(copy, name) if name in held else None
@@ -371,12 +364,10 @@ def check_document(name: str, data: bytes) -> None:
         said = version_record_name(parse_version_record(data, name)[0])
     elif _is_group(name):
         said = group_name(FileGroup.from_bytes(data, name).digest)
-    elif name.startswith("locations/") and TABLES.number(name) is None:
+    elif name.startswith("locations/"):
         value = decode_plain(data, max_bytes=_MAX_PLACE_BYTES)
         table = value if isinstance(value, dict) else {}
         said = location_name(str(table.get("manifest", table.get("digest"))))
-    elif name.startswith("locations/"):
-        LocationTable.from_bytes(data, name)
     else:
         decode_plain(data, max_bytes=_MAX_ERASURE_BYTES)
     if said != name:
@@ -384,7 +375,7 @@ def check_document(name: str, data: bytes) -> None:
 
 
 def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[HealedCopy]:
-    """Copy the documents of a copy to a root that has neither identity nor log nor tables, the tables last.
+    """Copy the documents of a copy to a root that has neither identity nor log, the table of locations last.
 
     The usual repair then restores the rest. If `more` is empty, copies are looked for in folders next to the root.
     """
@@ -396,14 +387,15 @@ def restore_lost_root(root: Store, more: Sequence[LocationRecord]) -> list[Heale
             copy = location_of(record).store
             mark = read_mark(copy)
             table = read_table(copy, mark.repository) if mark else None
-            if table is None:
+            if mark is None or table is None:
                 continue
             check_vacant(root.url, "dataset")
-            for folder in reversed(_MIRRORED):
-                for name in sorted(copy.list_after(folder), reverse=True):
-                    data = _steady_bytes(copy, name)
-                    if data is not None and root.put_new(name, data):
-                        done.append(HealedCopy(ROOT_NAME, name, "missing", record.name, len(data)))
+            documents = (
+                (name, _steady_bytes(copy, name)) for folder in _MIRRORED for name in copy.list_after(folder)
+            )
+            for name, data in (*documents, (SPARE_NAME, spare_bytes(mark.repository, table))):
+                if data is not None and root.put_new(name, data):
+                    done.append(HealedCopy(ROOT_NAME, name, "missing", record.name, len(data)))
             break
     return done
 

@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Any
 
 import numpy as np
 
@@ -46,24 +45,20 @@ from shardkit.reading.inventory import (
 )
 from shardkit.reading.objects import ROOT_NAME, Depth, check_object
 from shardkit.reading.parity.sets import known_sets, read_record
-from shardkit.repository.locations import (
-    SPARES,
-    TABLES,
-    LocationTable,
-    own_name,
-    read_table,
-)
+from shardkit.repository.locations import SPARE_NAME, own_name, read_spare, read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
-    LOG,
+    LOG_FOLDER,
     MAX_IDENTITY_BYTES,
     NO_COMMIT,
     LogEntry,
-    Row,
     check_succession,
+    entry_name,
+    entry_numbers,
     parse_dataset_url,
+    read_entry,
 )
-from shardkit.repository.policy import Policy
+from shardkit.repository.policy import LocationTable, Policy
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import find_part, load_shard_selection
 from shardkit.stores.store import Store, object_name, root_store
@@ -176,23 +171,14 @@ class _Verifier:
         self.add(name, expected, problem, action=f"run: shardkit repair {shell_word(self.root)}")
 
     def check_documents(self, repository: Repository, ref: str | None) -> None:
-        """Check location tables and log, and set `versions` from the newest good entry."""
+        """Check log and locations, and set `versions` from the newest good entry."""
         store = repository.store
-        is_root = own_name(store) == ROOT_NAME
-        table: LocationTable | None = None
-        rows = (TABLES, SPARES) if is_root else (TABLES,)
-        last = max(_last_number(store, row) for row in rows)
-        for row in rows:
-            for number in range(1, last + 1):
-                try:
-                    table = row.read(store, number, repository.id)[0]
-                except ShardkitError as error:
-                    self._add_document(row.name(number), f"location table {number}", error)
         newest = self._check_log(store, repository.id)
-        if table is not None and is_root:
+        if own_name(store) == ROOT_NAME:
+            table = self._check_spare(store, repository.id, newest.locations) or newest.locations
             # an old copy, or one that does not answer, is no damage of the root
-            for conflict in log_conflicts(store, table):
-                self._add_document(LOG.prefix, "the newest log of all copies", conflict)
+            for conflict in log_conflicts(store, table) if table else ():
+                self._add_document(LOG_FOLDER, "the newest log of all copies", conflict)
         names = {**newest.tags, **newest.refs}
         if ref is None:
             self.versions = dict(sorted(names.items()))
@@ -204,14 +190,29 @@ class _Verifier:
             shown = ", ".join(sorted(names)[:10]) or "none"
             raise NotFoundError(f"{repository.url} has no ref or tag {ref!r}; there are: {shown}")
 
+    def _check_spare(
+        self, store: Store, repository_id: str, table: LocationTable | None
+    ) -> LocationTable | None:
+        """Check the second copy of the table of locations, and return it."""
+        try:
+            spare = read_spare(store, repository_id)
+            if spare is None and table is not None:
+                raise NotFoundError(SPARE_NAME)
+            if spare != table:
+                raise IntegrityError("other locations")
+        except ShardkitError as error:
+            self._add_document(SPARE_NAME, "the locations of the newest log entry", error)
+            return None
+        return spare
+
     def _check_log(self, store: Store, repository_id: str) -> LogEntry:
         """Check every entry and the chain, and return the newest good entry."""
         newest = NO_COMMIT
         earlier: tuple[LogEntry, bytes] | None = None
-        for number in range(1, _last_number(store, LOG) + 1):
-            name = LOG.name(number)
+        for number in range(1, max(entry_numbers(store), default=0) + 1):
+            name = entry_name(number)
             try:
-                entry, data = LOG.read(store, number, repository_id)
+                entry, data = read_entry(store, number, repository_id)
                 if earlier is not None:
                     check_succession(*earlier, entry, name)
                 if number == 1 and entry.previous != sha256_digest(
@@ -308,10 +309,6 @@ class _Verifier:
                 parity = record.object_at(position)
                 if own_name(store) == ROOT_NAME or store.head(parity.name) is not None:
                     self._check_object(store, parity.name, parity.size, depth)
-
-
-def _last_number(store: Store, row: Row[Any]) -> int:
-    return max((n for n in map(row.number, store.list_after(row.prefix)) if n is not None), default=0)
 
 
 def _choose(shards: list[ShardCheck], share: Fraction, seed: str) -> list[ShardCheck]:

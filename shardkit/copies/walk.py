@@ -41,12 +41,12 @@ from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import ROOT_NAME, CheckResult, Depth, Location, check_object
 from shardkit.reading.parity.rebuilding import restore
 from shardkit.reading.parity.sets import ParitySet, SetRecord, find_records, known_sets, read_record, sets_of
-from shardkit.repository.locations import LocationRecord, draft_table, first_root, read_table
-from shardkit.repository.log import LOG, NO_COMMIT, LogEntry
-from shardkit.repository.policy import Policy
+from shardkit.repository.locations import SPARE_NAME, first_root, read_table, spare_bytes
+from shardkit.repository.log import NO_COMMIT, LogEntry, entry_name
+from shardkit.repository.policy import LocationRecord, LocationTable, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore, open_store
-from shardkit.stores.store import Store, object_name, parse_object_name, root_store
+from shardkit.stores.store import Store, object_name, parse_object_name, put_over, root_store
 from shardkit.stores.waiting import RateLimiter
 
 CheckProgress = Callable[[str, int, int], None]
@@ -149,8 +149,8 @@ class CopyWalk:
         self.done = Repair(self.repository.url, self._level, healed=healed)
         self.done.unchecked = [UncheckedCopy(name, "", why) for name, why in self.absent.items()]
         plain = root_store(self.repository.store)
-        table = read_table(plain, self.repository.id)
-        self.table = table or draft_table(self.repository.id, None, Policy(), (first_root(plain),))
+        table = read_table(plain, self.repository.id, self.documents.newest)
+        self.table = table or LocationTable(policy=Policy(), locations=(first_root(plain),))
         # a local disk is read first
         rank = -1_000 if isinstance(plain, LocalStore) else self.table.root.rank
         own = Location(name=ROOT_NAME, store=plain, domain=self.table.root.domain, rank=rank)
@@ -179,8 +179,10 @@ class CopyWalk:
             entry = self.repository.append(change, self.repository.head(), message)
             if entry is not None:
                 self.documents.add_commit(entry)
-                name, data = LOG.name(entry.n), entry.to_bytes()
+                name, data = entry_name(entry.n), entry.to_bytes()
                 self.done.healed.append(HealedCopy(ROOT_NAME, name, "missing", fork.location, len(data)))
+                if entry.locations is not None:
+                    put_over(self.root, SPARE_NAME, spare_bytes(self.repository.id, entry.locations))
 
     def _has_manifest(self, version: str) -> bool:
         name = object_name(version, "manifest")

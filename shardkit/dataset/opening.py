@@ -65,7 +65,7 @@ def _open_version(
 ) -> Version:
     root, ref = parse_dataset_url(url)
     repository = Repository.open(root, read_only=True, locations=locations, settings=settings, heal=heal)
-    return load_manifest(repository, repository.resolve(ref))
+    return load_manifest(repository, repository.resolve(ref, repository.opened))
 
 
 def _open_parts(urls: Mapping[str, Url], settings: ReadSettings | None) -> Version:

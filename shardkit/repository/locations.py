@@ -1,8 +1,7 @@
-"""The locations of a root: their table and policy, the marks of copies, and how a root that lost its log is recognised.
+"""The table of locations of a root, the marks of copies, and how a root that lost its log is recognised.
 
-Tables are ``locations/<20 digits>.json``, numbered from 1 without gaps, put if absent and never changed. The highest
-number is valid. A table is not part of the log because it says nothing about the data. It never has a credential.
-`shardkit.copies` decides which location an object belongs in (SPEC.md, "Locations and policy").
+The newest log entry has the table. ``shardkit-locations.json`` has the same table, so that a root whose log is damaged
+finds its copies.
 """
 
 from __future__ import annotations
@@ -11,21 +10,12 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import re
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Final
-from urllib.parse import unquote
+from typing import Annotated, Final
 
-import msgspec
 from msgspec import Meta
 
-from shardkit.credentials import refuse_credentials
-from shardkit.documents import Document, decode, encode, sha256_digest, unseal, utc_text
+from shardkit.documents import Document, decode, encode, seal, unseal
 from shardkit.errors import (
-    CommitConflict,
-    ConfigurationError,
     FormatError,
     IntegrityError,
     MissingDependency,
@@ -34,273 +24,85 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.extras import shell_word
-from shardkit.ranges import Range
 from shardkit.reading.located_store import Locations, given_locations, locate
-from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location, check_location_name
+from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.log import (
     IDENTITY_NAME,
-    LOG,
     MAX_IDENTITY_BYTES,
     Identity,
-    NumberedDocument,
-    Row,
+    LogEntry,
+    entry_numbers,
     identity_in,
+    read_entry,
 )
-from shardkit.repository.policy import Policy
+from shardkit.repository.policy import LocationRecord, LocationTable, absolute_url
 from shardkit.stores.local import check_vacant, open_store
-from shardkit.stores.remote.addresses import parse_address
 from shardkit.stores.remote.clients import endpoint_of
 from shardkit.stores.store import Store, find_checked, root_store, scheme_of
 
 _MAX_BYTES: Final = 2**20
-_MOST: Final = 10**6
-_MAX_LOCATIONS: Final = 64
 _MAX_SIBLINGS: Final = 10_000
-_DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
 _MAX_COPY_BYTES: Final = 16 * 2**10
 
 COPY_NAME: Final = "shardkit-copy.json"
 """Mark of a copy, with its name. It prevents commits to the copy, and tells a copy from an empty mount point."""
 
-
-@dataclass(frozen=True, slots=True)
-class LocationRecord:
-    """A location in a table."""
-
-    name: str  # short unique name, used in attestations, events and tables
-    url: str  # URL or absolute path of the copy; for ``root``, the root's URL when the table was written
-    domain: str  # failure domain: locations of one domain fail together. The default is the location's name.
-    rank: int = 1  # order of reads: the location with the lowest rank is read first
-    # share of the objects, relative to the weights of other locations. A location of weight 0 gets no
-    # objects, and its objects are moved to other locations.
-    weight: int = 100
-
-    def __post_init__(self) -> None:
-        check_location_name(self.name)
-        if _DOMAIN.fullmatch(self.domain) is None:
-            raise ConfigurationError(
-                f"location {self.name!r}: failure domain {self.domain[:60]!r}, expected at most 200 of "
-                "[A-Za-z0-9._:/ -]"
-            )
-        Range(-1_000, 1_000).check(f"location {self.name!r}: rank", self.rank)
-        Range(0, 10**6).check(f"location {self.name!r}: weight", self.weight)
-        _check_url(self.name, self.url)
-
-    @classmethod
-    def parse(cls, text: str) -> LocationRecord:
-        """Parse ``NAME=URL[,domain=…][,rank=…][,weight=…]``."""
-        refuse_credentials(text, "--location")
-        name, equals, rest = text.partition("=")
-        url, *options = rest.split(",")
-        if not equals or not url:
-            raise ConfigurationError(
-                f"--location {text[:200]!r}: expected NAME=URL, such as mirror=s3://bucket/cats,domain=aws"
-            )
-        given: dict[str, Any] = {}
-        for option in options:
-            key, sign, value = option.partition("=")
-            if key not in ("domain", "rank", "weight") or not sign or key in given:
-                raise ConfigurationError(
-                    f"--location {name}: {option[:200]!r}, expected domain=…, rank=… or weight=…, each once"
-                )
-            given[key] = value if key == "domain" else _number(value, f"--location {name}: {key}")
-        return cls(name, absolute_url(url), **{"domain": name, **given})
+SPARE_NAME: Final = "shardkit-locations.json"
+"""Second copy of the table of the newest log entry, in the root only."""
 
 
-class LocationTable(NumberedDocument, frozen=True, kw_only=True, tag="shardkit-location-table/1"):
-    """Locations and policy of a root. The `previous` of the first table is empty."""
-
-    policy: Policy  # number of copies, parity and scrubs
-    locations: tuple[LocationRecord, ...]  # all locations; the first is the root
-
-    def __post_init__(self) -> None:
-        names, urls = [one.name for one in self.locations], [one.url for one in self.locations]
-        if not names or names[0] != ROOT_NAME:
-            raise ConfigurationError(f"locations {names[:5]}: expected {ROOT_NAME!r} first")
-        twice = [one for values in (names, urls) for one in sorted(set(values)) if values.count(one) > 1]
-        if twice:
-            raise ConfigurationError(
-                f"location {twice[0]!r} is named twice; give each location one name and one place"
-            )
-        if len(names) > _MAX_LOCATIONS:
-            raise ConfigurationError(f"{len(names)} locations, expected at most {_MAX_LOCATIONS}")
-        domains = {one.domain for one in self.locations if one.weight or one.name == ROOT_NAME}
-        if self.policy.most_copies > len(domains):
-            raise ConfigurationError(
-                f"{self.policy.most_copies} copies need as many failure domains, and there are {len(domains)} "
-                f"({', '.join(sorted(domains))}); add locations: --location NAME=URL,domain=NAME"
-            )
-
-    @property
-    def root(self) -> LocationRecord:
-        """Location of the root, which gets the commits."""
-        return self.locations[0]
-
-    @property
-    def others(self) -> tuple[LocationRecord, ...]:
-        return self.locations[1:]
-
-    def find(self, name: str) -> LocationRecord | None:
-        return next((one for one in self.locations if one.name == name), None)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> LocationTable:
-        """Parse and validate a table."""
-        return unseal(cls, data, where, max_bytes=_MAX_BYTES)
+class _Spare(Document, frozen=True, tag="shardkit-locations/1"):
+    repository: Annotated[str, Meta(max_length=36)]
+    table: LocationTable
 
 
-TABLES: Final = Row("locations/", LocationTable.from_bytes, _MAX_BYTES)
-"""Location tables. The folder also has the locations of parts and adopted files."""
-
-SPARES: Final = Row("locations/spare/", LocationTable.from_bytes, _MAX_BYTES)
-"""Second copy of each table, in the root only: without a table, the root's copies cannot be found."""
+def spare_bytes(repository_id: str, table: LocationTable) -> bytes:
+    """Return the content of ``shardkit-locations.json``."""
+    return seal(_Spare(repository=repository_id, table=table))
 
 
-def read_table(store: Store, repository_id: str | None) -> LocationTable | None:
-    """Return the newest table, None if the root has no table: then it is the only location.
-
-    The highest number is found by looking up names, not by listing: the folder may have many other documents, and a
-    root without a table costs one request.
-    """
-    number = _newest(store)
-    return None if number == 0 else _read(store, number, repository_id)
+def parse_spare(data: bytes, where: str) -> tuple[str, LocationTable]:
+    """Parse ``shardkit-locations.json`` and return (id of the repository, table)."""
+    spare = unseal(_Spare, data, where, max_bytes=_MAX_BYTES)
+    return spare.repository, spare.table
 
 
-def read_tables(store: Store, repository_id: str) -> list[LocationTable]:
-    """Return all tables, newest first, with the chain verified."""
-    found: list[LocationTable] = []
-    for number in range(_newest(store), 0, -1):
-        table = _read(store, number, repository_id)
-        if found and found[-1].previous != sha256_digest(table.to_bytes()):
-            raise IntegrityError(
-                f"{TABLES.name(number)} in {store.url} is not the one that the next one follows; restore it from a "
-                "copy of the root"
-            )
-        found.append(table)
-    return found
-
-
-def commit_table(
-    store: Store,
-    repository_id: str,
-    base: LocationTable | None,
-    policy: Policy,
-    locations: Sequence[LocationRecord],
-    *,
-    message: str,
-    author: str = "",
-) -> LocationTable:
-    """Commit a table with `policy` and `locations` after `base`; return `base` if they are equal.
-
-    Raises:
-        CommitConflict: Another process committed a table after `base`.
-    """
-    if base is not None and base.policy == policy and base.locations == tuple(locations):
-        return base
-    table = msgspec.structs.replace(
-        draft_table(repository_id, base, policy, locations),
-        previous=sha256_digest(base.to_bytes()) if base else "",
-        txn=uuid.uuid4().hex,
-        time=utc_text(),
-        author=author,
-        message=message,
-    )
-    LocationTable.from_bytes(table.to_bytes(), "these locations")  # do not write tables that readers reject
-    what, then = f"locations of {store.url}", "run the same command again"
-    if not TABLES.put(store, table, what=what, then=then):
-        raise CommitConflict(
-            f"locations of {store.url} were changed by somebody else meanwhile; look at them (shardkit place "
-            f"{shell_word(store.url)}), then run the same command again"
+def read_spare(store: Store, repository_id: str | None) -> LocationTable | None:
+    """Return the second copy of the table, None if there is none. `repository_id` None accepts any repository."""
+    found = find_checked(store, SPARE_NAME, parse_spare, max_bytes=_MAX_BYTES)
+    if found is not None and repository_id not in (None, found[0]):
+        raise IntegrityError(
+            f"{SPARE_NAME} in {store.url} is of repository {found[0]}, expected {repository_id}; run: "
+            f"shardkit repair {shell_word(store.url)}"
         )
-    # The table is committed. Repair and replicate put a missing spare.
-    with contextlib.suppress(ShardkitError):
-        store.put_new(SPARES.name(table.n), table.to_bytes())
-    return table
+    return found[1] if found is not None else None
+
+
+def read_table(store: Store, repository_id: str | None, head: LogEntry | None = None) -> LocationTable | None:
+    """Return the locations and the policy of a root, None if the root is the only location.
+
+    They are in the newest log entry, `head` if the caller has just read it. If that entry is damaged or lost, the
+    second copy is read.
+    """
+    damage: ShardkitError | None = None
+    if head is None:
+        try:
+            number = max(entry_numbers(store), default=0)
+            head = read_entry(store, number, repository_id)[0] if number else None
+        except ShardkitError as error:
+            damage = error
+    if head is not None and head.locations is not None:
+        return head.locations
+    spare = read_spare(store, repository_id)
+    if spare is None and damage is not None:
+        raise damage
+    return spare
 
 
 def first_root(store: Store) -> LocationRecord:
     """Return the record of a root that has no table yet."""
     return LocationRecord(name=ROOT_NAME, url=absolute_url(store.url), domain=ROOT_NAME, rank=0)
-
-
-def draft_table(
-    repository_id: str, base: LocationTable | None, policy: Policy, locations: Sequence[LocationRecord]
-) -> LocationTable:
-    """Return a table after `base` for computing placements; it is not meant to be written."""
-    return LocationTable(
-        n=base.n + 1 if base else 1,
-        repository=repository_id,
-        previous="",
-        txn="0" * 32,
-        time="1970-01-01T00:00:00Z",
-        author="",
-        message="",
-        policy=policy,
-        locations=tuple(locations),
-    )
-
-
-def _newest(store: Store) -> int:
-    """Return the number of the newest table, 0 if there is none, by galloping and binary search."""
-    if store.head(TABLES.name(1)) is None:
-        return 0
-    low, step = 1, 1
-    while low + step <= _MOST and store.head(TABLES.name(low + step)) is not None:
-        low += step
-        step *= 2
-    while step > 1:
-        step //= 2
-        if store.head(TABLES.name(low + step)) is not None:
-            low += step
-    return low
-
-
-def _read(store: Store, number: int, repository_id: str | None) -> LocationTable:
-    try:
-        return TABLES.read(store, number, repository_id)[0]
-    except (IntegrityError, FormatError):
-        with contextlib.suppress(ShardkitError):
-            return SPARES.read(store, number, repository_id)[0]
-        raise
-
-
-def absolute_url(url: str) -> str:
-    """Return a URL for a table: a local path becomes absolute."""
-    return url if scheme_of(url) else os.path.abspath(url)
-
-
-def local_path(url: str) -> str | None:
-    """Return the path of a local folder, None for any other URL."""
-    scheme = scheme_of(url)
-    if scheme == "file":
-        return "/" + unquote(url.partition("://")[2].partition("/")[2])
-    return os.path.abspath(url) if scheme is None else None
-
-
-def _check_url(name: str, url: str) -> None:
-    refuse_credentials(url, f"location {name!r}")
-    scheme = scheme_of(url)
-    if scheme is None and not os.path.isabs(url):
-        raise ConfigurationError(f"location {name!r} at {url[:200]!r}: expected a URL or an absolute path")
-    if scheme in (None, "file"):
-        return
-    try:
-        parse_address(url)
-    except UsageError as error:
-        raise UsageError(f"location {name!r}: {error}") from None
-    if scheme in ("http", "https"):
-        raise ConfigurationError(
-            f"location {name!r}: a cache that is served holds blocks, not objects; give it to the reader "
-            "(locations=), not to the root"
-        )
-
-
-def _number(text: str, what: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(f"{what} {text[:40]!r}: expected a whole number") from None
 
 
 class CopyMark(Document, frozen=True, tag="shardkit-copy/1"):
@@ -391,6 +193,19 @@ def _others(table: LocationTable | None, own: str, *, heal: bool = False) -> lis
     return found
 
 
+def repository_id(root: Store) -> str:
+    """Return the repository id of the identity, otherwise of the first good document; "" if there is none."""
+    with contextlib.suppress(NotFoundError, IntegrityError, FormatError):
+        return identity_in(root).id
+    for number in sorted(entry_numbers(root)):
+        with contextlib.suppress(NotFoundError, IntegrityError, FormatError):
+            return read_entry(root, number, None)[0].repository
+    with contextlib.suppress(IntegrityError, FormatError):
+        spare = find_checked(root, SPARE_NAME, parse_spare, max_bytes=_MAX_BYTES)
+        return spare[0] if spare else ""
+    return ""
+
+
 def identity_of_copies(store: Store, error: NotFoundError | IntegrityError, *, alone: bool) -> Identity:
     """Return the identity of a root whose own cannot be read because of `error`, from one of its copies.
 
@@ -399,11 +214,11 @@ def identity_of_copies(store: Store, error: NotFoundError | IntegrityError, *, a
         NotFoundError: There is no dataset.
     """
     with contextlib.suppress(ShardkitError):
-        table = None if alone else read_table(store, None)
-        for location in _others(table, ROOT_NAME):
+        own = "" if alone else repository_id(store)
+        for location in _others(read_table(store, own) if own else None, ROOT_NAME):
             with contextlib.suppress(ShardkitError):
                 found = identity_in(location.store)
-                if table is not None and found.id == table.repository:
+                if found.id == own:
                     return found
     if isinstance(error, IntegrityError):
         raise error
@@ -456,9 +271,9 @@ def check_log_is_not_lost(root: Store, repository_id: str) -> None:
         others = _others(read_table(root, repository_id), own_name(root))
     others = others or [location_of(record) for record in find_sibling_copies(root)]
     for location in others:
-        names: list[str] = []
+        names: list[int] = []
         with contextlib.suppress(ShardkitError):
-            names = list(location.store.list_after(LOG.prefix))
+            names = list(entry_numbers(location.store))
         if names:
             raise IntegrityError(
                 f"the log of {root.url} is lost; {location.name} at {location.store.url} has {len(names)} entries of "
@@ -469,6 +284,7 @@ def check_log_is_not_lost(root: Store, repository_id: str) -> None:
 def over_all(
     root: Store,
     repository_id: str,
+    head: LogEntry | None,
     given: Locations | None,
     settings: ReadSettings | None,
     *,
@@ -477,11 +293,12 @@ def over_all(
 ) -> Store:
     """Return a store that reads from the given locations and, unless `alone`, the locations of the root's table.
 
-    The table is not needed to read the data: if it is damaged, the reader only lacks the other copies.
+    `head` is the newest log entry, None if it is to be read. The table is not needed to read the data: if it is damaged
+    twice, the reader only lacks the other copies.
     """
     store, recorded, name = root_store(root), list[Location](), ROOT_NAME
     with contextlib.suppress(ShardkitError):
-        table = None if alone else read_table(root, repository_id)
+        table = None if alone else read_table(root, repository_id, head)
         if table is not None:
             mark = read_mark(root)
             name = mark.location if mark else ROOT_NAME

@@ -1,7 +1,7 @@
-"""The commit log, the identity of a repository, and numbered documents in general (SPEC.md §5).
+"""The commit log and the identity of a repository (SPEC.md §5).
 
-A numbered document is put if absent, never changed, and names its predecessor by digest. A log entry is one commit and
-has the full tables of refs and tags.
+A log entry is one commit. It is put if absent, never changed, names its predecessor by digest, and has the full tables
+of refs, tags and locations.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Final, Generic, NoReturn, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Final, NoReturn
 
 import msgspec
 from msgspec import Meta
@@ -45,6 +44,7 @@ from shardkit.errors import (
 )
 from shardkit.extras import shell_word
 from shardkit.ranges import shown
+from shardkit.repository.policy import LocationTable
 from shardkit.stores.store import Store, find_checked, place_text, read_checked
 
 MAX_ENTRY_BYTES: Final = 16 * 2**20
@@ -52,104 +52,9 @@ MAX_ENTRY_BYTES: Final = 16 * 2**20
 MAX_NAMES: Final = 50_000
 """Maximum number of refs, and of tags, of one repository: every entry has the full table."""
 
-_DIGITS: Final = re.compile(r"[0-9]{20}")
+_ENTRY_NAME: Final = re.compile(r"log/([0-9]{20})\.json")
 _PUT_ATTEMPTS: Final = 3
 _MAX_UNLISTED: Final = 1_000
-
-
-class NumberedDocument(Document, frozen=True, kw_only=True):
-    """Fields of all numbered documents."""
-
-    n: Positive
-    """Number: 1 for the first document, without gaps."""
-    repository: Annotated[str, Meta(max_length=36)]
-    """Id of the repository. A document of another repository is refused."""
-    previous: Annotated[str, Meta(max_length=80)]
-    """SHA-256 of the predecessor's bytes."""
-    txn: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-    """Random transaction id, by which the writer finds its document after a lost response."""
-    time: Time
-    """Time in UTC, for people only."""
-    author: Annotated[str, Meta(max_length=1_000)]
-    message: Text
-
-    def to_bytes(self) -> bytes:
-        """Return canonical JSON with a ``digest`` of the other fields."""
-        return seal(self)
-
-
-Document_co = TypeVar("Document_co", bound=NumberedDocument, covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Row(Generic[Document_co]):
-    """A folder of numbered documents."""
-
-    prefix: str  # folder, with a slash at the end
-    # function of (bytes, name for messages) that returns the document
-    parse: Callable[[bytes, str], Document_co]
-    max_bytes: int  # maximum size of a document
-
-    def name(self, number: int) -> str:
-        """Return ``<prefix><20 digits>.json``: names sort in the order of the numbers."""
-        return f"{self.prefix}{number:020d}.json"
-
-    def number(self, name: str) -> int | None:
-        """Return the number in a document's name, None for any other name."""
-        digits = name[len(self.prefix) : -len(".json")]
-        is_ours = _DIGITS.fullmatch(digits) is not None and self.name(int(digits)) == name
-        return int(digits) if is_ours else None
-
-    def read(self, store: Store, number: int, repository: str | None) -> tuple[Document_co, bytes]:
-        """Read a document with `read_checked` and return it with its bytes."""
-
-        def parse(data: bytes, where: str) -> tuple[Document_co, bytes]:
-            found = self.parse(data, where)
-            if found.n != number or repository not in (None, found.repository):
-                raise IntegrityError(
-                    f"{where} is number {found.n} of repository {found.repository}, expected {number} of {repository}; "
-                    f"run: shardkit repair {shell_word(store.url)}"
-                )
-            return found, data
-
-        return read_checked(store, self.name(number), parse, max_bytes=self.max_bytes)
-
-    def put(self, store: Store, document: NumberedDocument, *, what: str, then: str) -> bool:
-        """Put the next document durably. Return False if another document has its number.
-
-        After an error, the document is read back and compared. If it is ours, it is put again: the answer "exists"
-        also says that it is durable.
-        """
-        name, data = self.name(document.n), document.to_bytes()
-        failure: StoreError | None = None
-        found: bytes | None = None
-        for _ in range(_PUT_ATTEMPTS):
-            try:
-                if store.put_new(name, data):
-                    return True
-                failure = None
-            except StoreError as error:
-                failure = error
-            try:
-                found = self.read(store, document.n, document.repository)[1]
-            except NotFoundError:
-                found = None
-            except (StoreError, IntegrityError, FormatError) as error:
-                raise CommitUnknown(
-                    f"{what}: writing {name} failed ({failure}) and it cannot be read back ({error}); look at the "
-                    f"store, then {then}"
-                ) from error
-            if found is not None and found != data:
-                return False
-            if found is not None and failure is None:
-                return True
-            if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
-                break  # asking again does not help
-        if found is None and failure is not None:
-            raise failure  # the document does not exist, so nothing was committed
-        raise CommitUnknown(
-            f"{what}: {name} is there but may not survive a power cut; look at the disk, then {then}"
-        ) from failure
 
 
 _REF: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -167,10 +72,21 @@ class Deletion(Record, frozen=True):
     is_ended: bool = msgspec.field(name="ended", default=False)  # True if all of them were deleted
 
 
-class LogEntry(NumberedDocument, frozen=True, kw_only=True, tag="shardkit-log/1"):
+class LogEntry(Document, frozen=True, kw_only=True, tag="shardkit-log/1"):
     """One commit."""
 
+    n: Positive
+    """Number: 1 for the first entry, without gaps."""
+    repository: Annotated[str, Meta(max_length=36)]
+    """Id of the repository. An entry of another repository is refused."""
     previous: Digest
+    """SHA-256 of the predecessor's bytes; of ``shardkit.json`` for the first entry."""
+    txn: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    """Random transaction id, by which the writer finds its entry after a lost response."""
+    time: Time
+    """Time in UTC, for people only."""
+    author: Annotated[str, Meta(max_length=1_000)]
+    message: Text
     refs: _Names
     """All refs after this commit: name → manifest id."""
     tags: _Names
@@ -180,6 +96,8 @@ class LogEntry(NumberedDocument, frozen=True, kw_only=True, tag="shardkit-log/1"
     """All tags that were withdrawn because rows of their versions were erased: name → manifest id."""
     deletion: Deletion | None = None
     """Newest deletion of garbage that was announced, None before the first."""
+    locations: LocationTable | None = None
+    """Locations and policy after this commit; None if the root is the only location."""
 
     @property
     def digest(self) -> str:
@@ -190,6 +108,10 @@ class LogEntry(NumberedDocument, frozen=True, kw_only=True, tag="shardkit-log/1"
     def versions(self) -> list[str]:
         """Manifest ids that refs and tags name after this commit, each once."""
         return list(dict.fromkeys([*self.refs.values(), *self.tags.values()]))
+
+    def to_bytes(self) -> bytes:
+        """Return canonical JSON with a ``digest`` of the other fields."""
+        return seal(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> LogEntry:
@@ -203,8 +125,73 @@ NO_COMMIT: Final = LogEntry(
 """Entry before the first commit: no refs, no tags."""
 
 
-LOG: Final = Row("log/", LogEntry.from_bytes, MAX_ENTRY_BYTES)
-"""The first entry's `previous` is the SHA-256 of ``shardkit.json``."""
+LOG_FOLDER: Final = "log/"
+
+
+def entry_name(number: int) -> str:
+    """Return ``log/<20 digits>.json``: names sort in the order of the numbers."""
+    return f"{LOG_FOLDER}{number:020d}.json"
+
+
+def entry_numbers(store: Store) -> set[int]:
+    """Return the numbers of the entries that a store lists."""
+    found = (_ENTRY_NAME.fullmatch(name) for name in store.list_after(LOG_FOLDER))
+    return {int(match[1]) for match in found if match is not None}
+
+
+def read_entry(store: Store, number: int, repository: str | None) -> tuple[LogEntry, bytes]:
+    """Read an entry with `read_checked` and return it with its bytes; `repository` None accepts any repository."""
+
+    def parse(data: bytes, where: str) -> tuple[LogEntry, bytes]:
+        found = LogEntry.from_bytes(data, where)
+        if found.n != number or repository not in (None, found.repository):
+            raise IntegrityError(
+                f"{where} is number {found.n} of repository {found.repository}, expected {number} of {repository}; "
+                f"run: shardkit repair {shell_word(store.url)}"
+            )
+        return found, data
+
+    return read_checked(store, entry_name(number), parse, max_bytes=MAX_ENTRY_BYTES)
+
+
+def put_entry(store: Store, entry: LogEntry) -> bool:
+    """Put the next entry durably. Return False if another entry has its number.
+
+    After an error, the entry is read back and compared. If it is ours, it is put again: the answer "exists" also says
+    that it is durable.
+    """
+    name, data = entry_name(entry.n), entry.to_bytes()
+    what = f"commit {entry.txn} to {store.url}"
+    then = f"then ask again: Repository.find_commit({entry.txn!r})"
+    failure: StoreError | None = None
+    found: bytes | None = None
+    for _ in range(_PUT_ATTEMPTS):
+        try:
+            if store.put_new(name, data):
+                return True
+            failure = None
+        except StoreError as error:
+            failure = error
+        try:
+            found = read_entry(store, entry.n, entry.repository)[1]
+        except NotFoundError:
+            found = None
+        except (StoreError, IntegrityError, FormatError) as error:
+            raise CommitUnknown(
+                f"{what}: writing {name} failed ({failure}) and it cannot be read back ({error}); look at the "
+                f"store, {then}"
+            ) from error
+        if found is not None and found != data:
+            return False
+        if found is not None and failure is None:
+            return True
+        if found is None and isinstance(failure, (StoreFullError, StoreReadOnlyError)):
+            break  # asking again does not help
+    if found is None and failure is not None:
+        raise failure  # the entry does not exist, so nothing was committed
+    raise CommitUnknown(
+        f"{what}: {name} is there but may not survive a power cut; look at the disk, {then}"
+    ) from failure
 
 
 IDENTITY_NAME: Final = "shardkit.json"
@@ -259,10 +246,10 @@ def identity_in(store: Store) -> Identity:
 
 def first_identity(store: Store, features: tuple[str, ...]) -> Identity:
     """Return the identity for a root without one: the identity of its log if it has one, otherwise a new one."""
-    if store.head(LOG.name(1)) is None:
+    if store.head(entry_name(1)) is None:
         return Identity.new(features)
     with contextlib.suppress(ShardkitError):
-        first = find_checked(store, LOG.name(1), LogEntry.from_bytes, max_bytes=MAX_ENTRY_BYTES)
+        first = find_checked(store, entry_name(1), LogEntry.from_bytes, max_bytes=MAX_ENTRY_BYTES)
         found = identity_named_by(first) if first else None
         if found is not None:
             return found
@@ -361,7 +348,7 @@ class CommitLog:
         may return an old listing. So an entry that is not listed is looked up by name before it counts as missing.
         """
         seen = self._seen  # read before the listing: another thread may commit meanwhile
-        listed = {n for n in map(LOG.number, self.store.list_after(LOG.prefix)) if n is not None}
+        listed = entry_numbers(self.store)
         last = max(seen, max(listed, default=0))
         if last == 0:
             self._check_log_is_not_lost()
@@ -383,7 +370,7 @@ class CommitLog:
 
     def _is_there(self, number: int) -> bool:
         """Return True if an entry that was not listed can be read, from the root or from a copy."""
-        if self.store.head(LOG.name(number)) is not None:
+        if self.store.head(entry_name(number)) is not None:
             return True
         try:
             self._entry(number)
@@ -392,7 +379,7 @@ class CommitLog:
         return True
 
     def _entry(self, number: int) -> tuple[LogEntry, bytes]:
-        return LOG.read(self.store, number, self._repository)
+        return read_entry(self.store, number, self._repository)
 
 
 def first_commit(log: Sequence[LogEntry], version: str) -> LogEntry | None:

@@ -1,15 +1,26 @@
-"""Policy: how many copies of each object a root must have, and what a commit waits for."""
+"""Policy and locations of a root, which the log records.
+
+The policy says how many copies of each object there must be and what a commit waits for. `shardkit.copies` decides
+which location an object belongs in. URLs of locations never have a credential.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
+from urllib.parse import unquote
 
-from shardkit.errors import ConfigurationError
+from shardkit.credentials import refuse_credentials
+from shardkit.documents import Natural, Record, Time
+from shardkit.errors import ConfigurationError, UsageError
 from shardkit.ranges import Range, duration_text, parse_duration
+from shardkit.reading.objects import ROOT_NAME, check_location_name
+from shardkit.stores.remote.addresses import parse_address
+from shardkit.stores.store import scheme_of
 
 Mode = Literal["sync", "async", "hybrid"]
 """What a commit waits for; see `MODES`."""
@@ -20,6 +31,9 @@ MODES: Final[tuple[Mode, ...]] = ("sync", "async", "hybrid")
 MAX_COPIES: Final = 16
 _MAX_CRITICAL: Final = 100
 _MAX_MEMBERS: Final = 128
+_MAX_LOCATIONS: Final = 64
+_DOMAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/ -]{0,199}")
+_NEVER: Final = "1970-01-01T00:00:00Z"
 _PARITY: Final = re.compile(r"([0-9]{1,3})\+([0-9])")
 
 
@@ -143,3 +157,124 @@ def _parse_critical(text: str) -> Critical:
 
 def _check_copies(copies: int, what: str) -> None:
     Range(1, MAX_COPIES).check(what, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class LocationRecord:
+    """A location in a table."""
+
+    name: str  # short unique name, used in attestations, events and tables
+    url: str  # URL or absolute path of the copy; for ``root``, the root's URL when the table was written
+    domain: str  # failure domain: locations of one domain fail together. The default is the location's name.
+    rank: int = 1  # order of reads: the location with the lowest rank is read first
+    # share of the objects, relative to the weights of other locations. A location of weight 0 gets no
+    # objects, and its objects are moved to other locations.
+    weight: int = 100
+
+    def __post_init__(self) -> None:
+        check_location_name(self.name)
+        if _DOMAIN.fullmatch(self.domain) is None:
+            raise ConfigurationError(
+                f"location {self.name!r}: failure domain {self.domain[:60]!r}, expected at most 200 of "
+                "[A-Za-z0-9._:/ -]"
+            )
+        Range(-1_000, 1_000).check(f"location {self.name!r}: rank", self.rank)
+        Range(0, 10**6).check(f"location {self.name!r}: weight", self.weight)
+        _check_url(self.name, self.url)
+
+    @classmethod
+    def parse(cls, text: str) -> LocationRecord:
+        """Parse ``NAME=URL[,domain=…][,rank=…][,weight=…]``."""
+        refuse_credentials(text, "--location")
+        name, equals, rest = text.partition("=")
+        url, *options = rest.split(",")
+        if not equals or not url:
+            raise ConfigurationError(
+                f"--location {text[:200]!r}: expected NAME=URL, such as mirror=s3://bucket/cats,domain=aws"
+            )
+        given: dict[str, Any] = {}
+        for option in options:
+            key, sign, value = option.partition("=")
+            if key not in ("domain", "rank", "weight") or not sign or key in given:
+                raise ConfigurationError(
+                    f"--location {name}: {option[:200]!r}, expected domain=…, rank=… or weight=…, each once"
+                )
+            given[key] = value if key == "domain" else _number(value, f"--location {name}: {key}")
+        return cls(name, absolute_url(url), **{"domain": name, **given})
+
+
+class LocationTable(Record, frozen=True, kw_only=True):
+    """Locations and policy of a root; without `n` and `time`, a draft for computing placements."""
+
+    n: Natural = 0  # number of the log entry that set them
+    time: Time = _NEVER  # time of that entry
+    policy: Policy  # number of copies, parity and scrubs
+    locations: tuple[LocationRecord, ...]  # all locations; the first is the root
+
+    def __post_init__(self) -> None:
+        names, urls = [one.name for one in self.locations], [one.url for one in self.locations]
+        if not names or names[0] != ROOT_NAME:
+            raise ConfigurationError(f"locations {names[:5]}: expected {ROOT_NAME!r} first")
+        twice = [one for values in (names, urls) for one in sorted(set(values)) if values.count(one) > 1]
+        if twice:
+            raise ConfigurationError(
+                f"location {twice[0]!r} is named twice; give each location one name and one place"
+            )
+        if len(names) > _MAX_LOCATIONS:
+            raise ConfigurationError(f"{len(names)} locations, expected at most {_MAX_LOCATIONS}")
+        domains = {one.domain for one in self.locations if one.weight or one.name == ROOT_NAME}
+        if self.policy.most_copies > len(domains):
+            raise ConfigurationError(
+                f"{self.policy.most_copies} copies need as many failure domains, and there are {len(domains)} "
+                f"({', '.join(sorted(domains))}); add locations: --location NAME=URL,domain=NAME"
+            )
+
+    @property
+    def root(self) -> LocationRecord:
+        """Location of the root, which gets the commits."""
+        return self.locations[0]
+
+    @property
+    def others(self) -> tuple[LocationRecord, ...]:
+        return self.locations[1:]
+
+    def find(self, name: str) -> LocationRecord | None:
+        return next((one for one in self.locations if one.name == name), None)
+
+
+def absolute_url(url: str) -> str:
+    """Return a URL for a table: a local path becomes absolute."""
+    return url if scheme_of(url) else os.path.abspath(url)
+
+
+def local_path(url: str) -> str | None:
+    """Return the path of a local folder, None for any other URL."""
+    scheme = scheme_of(url)
+    if scheme == "file":
+        return "/" + unquote(url.partition("://")[2].partition("/")[2])
+    return os.path.abspath(url) if scheme is None else None
+
+
+def _check_url(name: str, url: str) -> None:
+    refuse_credentials(url, f"location {name!r}")
+    scheme = scheme_of(url)
+    if scheme is None and not os.path.isabs(url):
+        raise ConfigurationError(f"location {name!r} at {url[:200]!r}: expected a URL or an absolute path")
+    if scheme in (None, "file"):
+        return
+    try:
+        parse_address(url)
+    except UsageError as error:
+        raise UsageError(f"location {name!r}: {error}") from None
+    if scheme in ("http", "https"):
+        raise ConfigurationError(
+            f"location {name!r}: a cache that is served holds blocks, not objects; give it to the reader "
+            "(locations=), not to the root"
+        )
+
+
+def _number(text: str, what: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{what} {text[:40]!r}: expected a whole number") from None

@@ -40,7 +40,6 @@ from shardkit.repository.locations import (
 )
 from shardkit.repository.log import (
     IDENTITY_NAME,
-    LOG,
     MAX_NAMES,
     NO_COMMIT,
     SINGLE_WRITER,
@@ -48,8 +47,10 @@ from shardkit.repository.log import (
     Identity,
     LogEntry,
     check_ref_name,
+    entry_name,
     first_identity,
     identity_in,
+    put_entry,
 )
 from shardkit.stores.local import LocalStore, check_vacant, open_store
 from shardkit.stores.store import (
@@ -69,10 +70,10 @@ DEFAULT_REF: Final = "main"
 EntryChange = Callable[[LogEntry | None], Mapping[str, Any] | None]
 """Maps the head (None for an empty log) to the fields that the next entry changes, or to None to append no entry."""
 
-CommitCopies = Callable[[Sequence[str]], Callable[[], None]]
-"""Makes the copies that a commit of these versions needs first, and returns a function to call after the commit.
+CommitCopies = Callable[[LogEntry | None, Sequence[str]], Callable[[], None]]
+"""Makes the copies that a commit after the given head, of the given versions, needs first.
 
-Raises if the commit must not be made.
+Returns a function to call after the commit. Raises if the commit must not be made.
 """
 
 _ATTEMPTS: Final = 1_000
@@ -177,7 +178,8 @@ class Repository(CommitLog):
         super().__init__(store, identity.id, sha256_digest(identity.to_bytes()))
         self._identity = identity
         self._read_only = read_only
-        self._base: LogEntry | None = None  # head when the repository was opened
+        # head when the repository was opened; None for an empty log or one that could not be read
+        self.opened: LogEntry | None = None
 
     def __repr__(self) -> str:
         return f"Repository({self.store.url!r}, id={self.id}, read_only={self._read_only})"
@@ -201,7 +203,7 @@ class Repository(CommitLog):
                 from shardkit.stores.remote.probing import check_writers
 
                 check_writers(store)
-            if store.head(IDENTITY_NAME) is None and store.head(LOG.name(1)) is None:
+            if store.head(IDENTITY_NAME) is None and store.head(entry_name(1)) is None:
                 check_root_is_not_lost(store)
                 check_vacant(store.url, "dataset")
             features = (SINGLE_WRITER,) if single_writer else ()
@@ -227,7 +229,10 @@ class Repository(CommitLog):
             store = locate(store, locations, settings=settings, heal=heal)
         repository = cls._open_store(store, read_only=read_only, alone=alone)
         if locations or read_only:
-            located = over_all(repository.store, repository.id, locations, settings, heal=heal, alone=alone)
+            head = repository.opened
+            located = over_all(
+                repository.store, repository.id, head, locations, settings, heal=heal, alone=alone
+            )
             repository = repository.with_store(located)
         return repository
 
@@ -242,14 +247,15 @@ class Repository(CommitLog):
         repository = cls(store, identity, read_only=read_only)
         if not read_only:
             _refuse_copy(store, identity)
+        if not alone:
             with contextlib.suppress(ShardkitError):  # reading the log later reports the error
-                repository._base = repository.head()
+                repository.opened = repository.head()
         return repository
 
     def with_store(self, store: Store) -> Repository:
         """Return this repository with another view of its store."""
         view = Repository(store, self._identity, read_only=self._read_only)
-        view._base = self._base
+        view.opened = self.opened
         return view
 
     @property
@@ -320,8 +326,8 @@ class Repository(CommitLog):
         """Manifest ids that refs and tags name, each once."""
         return (self.head() or NO_COMMIT).versions
 
-    def resolve(self, ref: str | None = None) -> str:
-        """Return the manifest id of a ref, a tag or a digest; None means ``main``.
+    def resolve(self, ref: str | None = None, head: LogEntry | None = None) -> str:
+        """Return the manifest id of a ref, a tag or a digest; None means ``main``. Without `head`, the log is read.
 
         Raises:
             NotFoundError: There is no such ref or tag.
@@ -330,7 +336,7 @@ class Repository(CommitLog):
         if DIGEST.fullmatch(name) is not None:
             return name
         check_ref_name(name)
-        head = self.head() or NO_COMMIT
+        head = head or self.head() or NO_COMMIT
         names = {**head.tags, **head.refs}
         if name in head.withdrawn:
             raise NotFoundError(
@@ -370,7 +376,7 @@ class Repository(CommitLog):
         base = self.head()
         try:
             self._check_manifests(changes.manifests)
-            follow_up = copies(sorted(changes.manifests)) if copies else None
+            follow_up = copies(base, sorted(changes.manifests)) if copies else None
         except ShardkitError as error:
             self._check_not_deleted(self.head(), changes.manifests, error)
             raise
@@ -390,7 +396,7 @@ class Repository(CommitLog):
         self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
     ) -> None:
         if head is not None and head.deletion is not None and manifests:
-            opened = self._base or NO_COMMIT
+            opened = self.opened or NO_COMMIT
             commits = self.newest_commits()
             check_not_deleted(self.store, commits, opened, head.deletion, manifests, problem)
 
@@ -418,21 +424,13 @@ class Repository(CommitLog):
             entry = self._entry_after(
                 head, {**changed, "txn": txn, "message": redact(message, {}), "author": redact(author, {})}
             )
-            if self._put(entry):
+            if put_entry(self.store, entry):
                 self._seen = max(self._seen, entry.n)
                 return entry
             time.sleep(_JITTER.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * 2 ** min(attempt, 10))))
             head = self.head()
         raise CommitConflict(
             f"{self.store.url}: {_ATTEMPTS} other commits came first each time; commit less often, or try again later"
-        )
-
-    def _put(self, entry: LogEntry) -> bool:
-        return LOG.put(
-            self.store,
-            entry,
-            what=f"commit {entry.txn} to {self.store.url}",
-            then=f"ask again: Repository.find_commit({entry.txn!r})",
         )
 
     def _entry_after(self, head: LogEntry | None, fields: Mapping[str, Any]) -> LogEntry:

@@ -403,8 +403,8 @@ Kind = Literal["dataset", "copy", "cache", "run"]
 
 _DATASET_MARK: Final = "shardkit.json"
 _DATASET: Final = frozenset(
-    {_DATASET_MARK, "shardkit-copy.json", "objects", "log", "locations", "parity", "attest", "gc", "erasures"}
-    | {"scratch", "probe", "tmp"}
+    {_DATASET_MARK, "shardkit-copy.json", "shardkit-locations.json", "objects", "log", "locations", "parity"}
+    | {"attest", "gc", "erasures", "scratch", "probe", "tmp"}
 )
 _NAMES: Final[dict[Kind, frozenset[str]]] = {
     "dataset": _DATASET,

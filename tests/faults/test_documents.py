@@ -23,7 +23,7 @@ from shardkit.reading.attestations import Attestation, put_attestations, read_at
 from shardkit.reading.inventory import parse_version_record
 from shardkit.reading.parity.sets import SetRecord
 from shardkit.repository.garbage import put_list, read_list, read_marks, write_marks
-from shardkit.repository.locations import CopyMark, LocationTable
+from shardkit.repository.locations import CopyMark, parse_spare
 from shardkit.repository.log import Deletion, Identity, LogEntry
 from shardkit.repository.versions import PartLocation
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
@@ -101,7 +101,7 @@ SPOILS: dict[str, Callable[[bytes], bytes]] = {
 }
 DOCUMENTS = {
     "identity": r"shardkit\.json$",
-    "log head": r"log/0+2\.json$",
+    "log head": r"log/0+[23]\.json$",
     "manifest": r"\.manifest$",
     "page": r"\.page$",
     "index": r"\.index$",
@@ -194,8 +194,8 @@ def _kinds(base: Path) -> dict[str, tuple[bytes, Parse]]:
         "identity": (_found(base, "root/shardkit.json"), lambda data: Identity.from_bytes(data, "here")),
         "log entry": (_found(base, "root/log/*2.json"), lambda data: LogEntry.from_bytes(data, "here")),
         "locations": (
-            _found(base, "root/locations/*.json"),
-            lambda data: LocationTable.from_bytes(data, "here"),
+            _found(base, "root/shardkit-locations.json"),
+            lambda data: parse_spare(data, "here"),
         ),
         "mark": (_found(base, "mirror/shardkit-copy.json"), lambda data: CopyMark.from_bytes(data, "here")),
         "parity set": (

@@ -19,7 +19,8 @@ from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.placement import find_needed
 from shardkit.errors import CommitConflict, UsageError
 from shardkit.reading.inventory import take_inventory
-from shardkit.repository.locations import LocationRecord, read_table
+from shardkit.repository.locations import read_table
+from shardkit.repository.policy import LocationRecord
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 from tests.drills import DRILLS

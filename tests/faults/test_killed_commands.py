@@ -36,8 +36,8 @@ from shardkit.errors import ShardkitError
 from shardkit.reading.attestations import read_attestations
 from shardkit.reading.inventory import take_inventory
 from shardkit.reading.parity.sets import find_records
-from shardkit.repository.locations import LocationRecord, read_table
-from shardkit.repository.policy import Parity, Policy
+from shardkit.repository.locations import read_table
+from shardkit.repository.policy import LocationRecord, Parity, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FileOperations, substituted
 from shardkit_tools.adopting.adoption import adopt

@@ -17,7 +17,7 @@ import pytest
 import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.formats import sha256_digest
-from shardkit.repository.log import LOG, LogEntry
+from shardkit.repository.log import LogEntry, entry_name
 from tests.command_line import call
 
 LOGS = ("same", "shorter", "longer", "forked", "lost")
@@ -82,7 +82,7 @@ def _spoil(place: Path, state: str, version: str) -> None:
             txn=uuid.uuid4().hex,
             refs={**before.refs, f"only-{place.name}": version},
         )
-        (place / LOG.name(entry.n)).write_bytes(entry.to_bytes())
+        (place / entry_name(entry.n)).write_bytes(entry.to_bytes())
 
 
 def _conflict(root: Path, mirror: Path) -> bool:

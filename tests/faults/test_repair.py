@@ -29,8 +29,7 @@ from shardkit.reading.attestations import Attestation, Records, put_attestations
 from shardkit.reading.objects import check_object
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.locations import LocationRecord
-from shardkit.repository.policy import Parity
+from shardkit.repository.policy import LocationRecord, Parity
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
 from shardkit.stores.file_operations import substituted

@@ -105,7 +105,7 @@ def test_a_root_in_a_bucket_with_a_copy_on_a_disk(tmp_path: Path, source: Path, 
     assert placed["copies"]["lag_after"] == 0
     assert placed["committed"]
     assert _texts(str(tmp_path / "disk")) == ALL
-    assert document_of("place", bucket)["table"] == 1
+    assert document_of("place", bucket)["table"] == 2
     output_of("gc", bucket, "--delete", "--grace", "0s")
     assert document_of("gc", bucket)["garbage"] == 0
     assert document_of("replicate", bucket)["lag_before"] == 0

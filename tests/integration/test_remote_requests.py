@@ -16,7 +16,7 @@ import shardkit
 from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.verify import verify
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.locations import LocationRecord
+from shardkit.repository.policy import LocationRecord
 from shardkit.repository.repository import Repository
 from tests.servers.google import GoogleServer, google_environment, google_server
 

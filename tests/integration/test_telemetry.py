@@ -21,7 +21,7 @@ import shardkit
 from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.replicate import ReplicationLag
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.locations import LocationRecord
+from shardkit.repository.policy import LocationRecord
 from shardkit.repository.repository import Repository
 from shardkit.telemetry import (
     Record,

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.copies.placement import placement
-from shardkit.repository.locations import LocationRecord
-from shardkit.repository.policy import Critical, Policy
+from shardkit.repository.policy import Critical, LocationRecord, Policy
 
 DIGESTS = [f"sha256:{hashlib.sha256(b'%d' % i).hexdigest()}" for i in range(400)]
 

@@ -19,8 +19,7 @@ from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected
 from shardkit.errors import CommitConflict, IntegrityError, NotFoundError, UsageError
-from shardkit.repository.locations import LocationRecord
-from shardkit.repository.policy import Policy
+from shardkit.repository.policy import LocationRecord, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore
 from shardkit.stores.store import object_name

@@ -23,7 +23,7 @@ from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageError
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.supply import BlockFetcher
-from shardkit.repository.locations import LocationRecord
+from shardkit.repository.policy import LocationRecord
 from shardkit.repository.repository import Repository
 from tests.simulation.buckets import Bucket
 from tests.simulation.world import SCHEMA, SETTINGS, Violated, World, add_rows, check_rows

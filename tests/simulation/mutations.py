@@ -21,7 +21,7 @@ from shardkit.formats import reading, sha256_digest
 from shardkit.reading import inventory, located_store, objects, read_path
 from shardkit.repository import garbage
 from shardkit.repository import repository as committing
-from shardkit.repository.log import LOG, NO_COMMIT
+from shardkit.repository.log import NO_COMMIT, entry_name
 from shardkit.repository.repository import Repository
 from shardkit.stores import file_operations, store
 from shardkit.stores.local import LocalStage, LocalStore
@@ -37,20 +37,20 @@ def _replaced(place: Any, name: str, value: Any) -> Patch:
     return lambda: mock.patch.object(place, name, value)
 
 
-def _answer_taken_for_granted(self: Any, entry: Any) -> bool:
+def _answer_taken_for_granted(root: Any, entry: Any) -> bool:
     """A lost answer counts as success."""
     try:
-        return bool(self.store.put_new(LOG.name(entry.n), entry.to_bytes()))
+        return bool(root.put_new(entry_name(entry.n), entry.to_bytes()))
     except StoreError:
         return True
 
 
-def _any_entry_is_ours(self: Any, entry: Any) -> bool:
+def _any_entry_is_ours(root: Any, entry: Any) -> bool:
     """What is read back after an error is not compared with the transaction."""
     try:
-        return bool(self.store.put_new(LOG.name(entry.n), entry.to_bytes()))
+        return bool(root.put_new(entry_name(entry.n), entry.to_bytes()))
     except StoreError:
-        return self.store.head(LOG.name(entry.n)) is not None
+        return root.head(entry_name(entry.n)) is not None
 
 
 def _put_over(self: Any, name: str, data: bytes) -> bool:
@@ -257,8 +257,8 @@ def _moved_at_once(table: Any, found: Any, copies: Any, pace: Any) -> Any:
 
 
 MUTATIONS: Final[dict[str, Patch]] = {
-    "a lost answer counts as a commit": _replaced(Repository, "_put", _answer_taken_for_granted),
-    "any entry counts as ours": _replaced(Repository, "_put", _any_entry_is_ours),
+    "a lost answer counts as a commit": _replaced(committing, "put_entry", _answer_taken_for_granted),
+    "any entry counts as ours": _replaced(committing, "put_entry", _any_entry_is_ours),
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
     "an object's digest is not checked": _replaced(inventory, "read_object", _unchecked_get),

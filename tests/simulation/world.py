@@ -13,9 +13,8 @@ from shardkit.copies.place import PlacementChange, place
 from shardkit.errors import ShardkitError
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.parity.sets import SetRecord
-from shardkit.repository.locations import LocationRecord
 from shardkit.repository.log import IDENTITY_NAME, Identity
-from shardkit.repository.policy import Parity, Policy
+from shardkit.repository.policy import LocationRecord, Parity, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.remote.addresses import Address
 from shardkit.stores.store import object_name, parse_object_name
@@ -282,7 +281,7 @@ class World:
                     and not self.is_good(disk, name)
                 ):
                     raise Violated(f"after a power cut {name} is torn: its name was there before its bytes")
-        for name in sorted(name for name in self.archive if name.startswith((_LOG, "locations/"))):
+        for name in sorted(name for name in self.archive if name.startswith(_LOG)):
             if not self.copies(name):
                 del self.archive[name]  # nobody was told of it, or:
         self.check_acknowledged()
@@ -299,9 +298,6 @@ class World:
             self._object_changed(bucket, name, before, after)
         elif name.startswith(_LOG):
             self._log_changed(bucket, name, after)
-        elif name.startswith("locations/") and bucket.name == "root":
-            if after is None or self.archive.setdefault(name, after.data) != after.data:
-                raise Violated(f"root: {name} became another table")
         elif name.startswith("erasures/") and name.endswith("/objects.json") and after is not None:
             self.erased_versions |= json.loads(after.data)["report"]["versions"].keys()
         elif (

@@ -22,8 +22,8 @@ from shardkit.credentials import (
 )
 from shardkit.dataset.about import parse_about
 from shardkit.errors import UsageError
-from shardkit.repository.locations import LocationRecord
 from shardkit.repository.log import parse_dataset_url
+from shardkit.repository.policy import LocationRecord
 from shardkit.stores.local import open_store
 from shardkit.stores.remote.addresses import parse_address, split_url
 from shardkit_tools.main import COMMANDS

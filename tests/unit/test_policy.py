@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import shardkit
+from shardkit.copies.place import commit_table
 from shardkit.errors import (
     CommitConflict,
     ConfigurationError,
@@ -19,17 +20,9 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.reading.located_store import LocatedStore
-from shardkit.repository.locations import (
-    COPY_NAME,
-    LocationRecord,
-    LocationTable,
-    commit_table,
-    first_root,
-    prepare_copy,
-    read_table,
-    read_tables,
-)
-from shardkit.repository.policy import Critical, Parity, Policy
+from shardkit.repository.locations import COPY_NAME, SPARE_NAME, first_root, prepare_copy, read_table
+from shardkit.repository.log import entry_name
+from shardkit.repository.policy import Critical, LocationRecord, LocationTable, Parity, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore
 
@@ -99,20 +92,21 @@ def root(tmp_path: Path) -> Repository:
 
 
 def _commit(root: Repository, base: LocationTable | None, *urls: str, copies: int = 1) -> LocationTable:
-    others = [LocationRecord.parse(url) for url in urls]
-    policy = Policy(copies=copies)
-    return commit_table(root.store, root.id, base, policy, [first_root(root.store), *others], message="test")
+    others = map(LocationRecord.parse, urls)
+    table = LocationTable(policy=Policy(copies=copies), locations=(first_root(root.store), *others))
+    return commit_table(root, base, table, message="test")
 
 
-def test_tables_are_numbered_chained_and_never_changed(root: Repository) -> None:
+def test_the_log_records_every_table(root: Repository) -> None:
     assert read_table(root.store, root.id) is None
     base = None
-    for count in range(1, 12):
+    for count in range(1, 5):
         base = _commit(root, base, *(f"m{i}=/copies/{i}" for i in range(count)))
         assert read_table(root.store, root.id) == base
         assert base.n == count
-    assert [table.n for table in read_tables(root.store, root.id)] == list(range(11, 0, -1))
-    assert _commit(root, base, *(f"m{i}=/copies/{i}" for i in range(11))) is base  # says the same
+    root.append(lambda _: {}, root.head(), "another commit")
+    assert [entry.locations.n for entry in root.log() if entry.locations] == [4, 4, 3, 2, 1]
+    assert read_table(root.store, root.id) == base
 
 
 def test_of_two_writers_the_second_is_told(root: Repository) -> None:
@@ -135,19 +129,27 @@ def test_a_policy_that_cannot_be_met_is_refused(root: Repository) -> None:
     _commit(root, None, "a=/copies/a", copies=2)
 
 
-def test_a_damaged_or_foreign_table_is_refused(root: Repository, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["wrong", "missing"])
+def test_a_damaged_table_is_read_from_its_second_copy(root: Repository, tmp_path: Path, damage: str) -> None:
     table = _commit(root, None, "a=/copies/a")
-    path = tmp_path / "root" / "locations" / f"{1:020d}.json"
-    path.chmod(0o644)
-    path.write_bytes(table.to_bytes().replace(b"/copies/a", b"/copies/b"))
-    assert read_table(root.store, root.id) == table  # by its spare
-    (path.parent / "spare" / path.name).unlink()
+    entry, spare = tmp_path / "root" / entry_name(1), tmp_path / "root" / SPARE_NAME
+    good = entry.read_bytes()
+    for path in (entry, spare):
+        path.chmod(0o644)
+    if damage == "missing":
+        entry.unlink()
+    else:
+        entry.write_bytes(good.replace(b"/copies/a", b"/copies/b"))
+    assert read_table(root.store, root.id) == table
+    spare.write_bytes(spare.read_bytes().replace(b"/copies/a", b"/copies/b"))
     with pytest.raises(IntegrityError, match="digest"):
         read_table(root.store, root.id)
-    path.write_bytes(b"{}")
-    with pytest.raises(IntegrityError, match="without a digest"):
-        read_table(root.store, root.id)
-    path.write_bytes(table.to_bytes())
+    entry.write_bytes(good)
+    assert read_table(root.store, root.id) == table
+
+
+def test_a_table_of_another_repository_is_refused(root: Repository, tmp_path: Path) -> None:
+    _commit(root, None, "a=/copies/a")
     with pytest.raises(IntegrityError, match="of repository"):
         read_table(root.store, "another")
     assert Repository.open(tmp_path / "root", read_only=True).id == root.id

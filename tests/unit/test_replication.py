@@ -15,8 +15,8 @@ from shardkit.copies.repair import repair
 from shardkit.copies.replicate import find_lag, replicate
 from shardkit.errors import ConfigurationError, IntegrityError, StoreError, UsageError
 from shardkit.reading.objects import Location, copy_object
-from shardkit.repository.locations import LocationRecord, read_table
-from shardkit.repository.policy import Policy
+from shardkit.repository.locations import read_table
+from shardkit.repository.policy import LocationRecord, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore
 from shardkit.stores.waiting import Hours, RateLimiter, parse_bandwidth

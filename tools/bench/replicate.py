@@ -32,7 +32,7 @@ import shardkit
 from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.replicate import find_lag
 from shardkit.ranges import parse_size
-from shardkit.repository.locations import LocationRecord
+from shardkit.repository.policy import LocationRecord
 from shardkit.repository.repository import Repository
 from tests.servers.object_stores import localstack, s3_environment
 

@@ -22,9 +22,9 @@ from shardkit.copies.walk import CheckSettings
 from shardkit.errors import ConfigurationError, ShardkitError, UsageError
 from shardkit.extras import shell_word
 from shardkit.reading.objects import CheckResult, CopyResult
-from shardkit.repository.locations import LocationRecord, read_table
+from shardkit.repository.locations import read_table
 from shardkit.repository.log import IDENTITY_NAME
-from shardkit.repository.policy import Policy
+from shardkit.repository.policy import LocationRecord, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import Store, root_store
 from shardkit.stores.waiting import Hours, RateLimiter, parse_bandwidth

@@ -11,8 +11,8 @@ from shardkit.errors import UsageError
 from shardkit.extras import shell_word
 from shardkit.ranges import duration_text as short_duration
 from shardkit.ranges import parse_duration
-from shardkit.repository.locations import LocationRecord
 from shardkit.repository.log import parse_dataset_url
+from shardkit.repository.policy import LocationRecord
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, duration_text
@@ -133,7 +133,8 @@ def _print(placing: Placing, root: str, *, dry_run: bool) -> None:
         if placing.committed
         else "holds"
     )
-    console.print_line(f"{root}: placement {table.n} {said}", "bold")
+    number = f" {table.n}" if table.n else ""  # of the log entry that set it
+    console.print_line(f"{root}: placement{number} {said}", "bold")
     policy = table.policy.to_table()
     policy["critical"] = ", ".join(f"{one.stratum}={one.copies}" for one in table.policy.critical) or "none"
     console.print_facts([(name, str(value)) for name, value in policy.items()])
