@@ -337,7 +337,7 @@ class _Turn:
         problems: dict[str, ShardkitError],
     ) -> None:
         self._path, self._request, self._left, self._deadline = path, request, order, deadline
-        self._problems = problems
+        self._earlier, self._problems = problems.copy(), problems  # of the turn before, and of this one
         self._problems.clear()
         self._running: dict[Future[Buffer], tuple[_LocationState, float]] = {}
         self._done: SimpleQueue[Future[Buffer]] = SimpleQueue()
@@ -406,7 +406,10 @@ class _Turn:
                 del self._running[future]
                 known.failed(is_overloaded=True)
                 self._path.read_events.note("timeouts", known.location.name, what=self._request.what)
-                self._fail(known, StoreError(f"{known.location.store.url}: silent for {now - begun:.1f} s"))
+                silence = StoreError(f"{known.location.store.url}: silent for {now - begun:.1f} s")
+                # an attempt that the deadline cut says less than the one before
+                earlier = self._earlier.get(known.location.name) if now - begun < limit else None
+                self._fail(known, earlier or silence)
         if self._running and not self._hedged and self._may_hedge():
             if self._left:
                 self._start_next(hedging=True)

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.errors import IntegrityError, NotFoundError, StoreError
+from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.loader import gather, plain_rows
 from shardkit.reading import read_path
 from shardkit.reading.attestations import Attestation, read_attestations
-from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.located_store import LocatedStore, wanted_block
 from shardkit.reading.objects import BlockRequest, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.repository import Repository
@@ -239,6 +239,21 @@ class TestLocations:
         with pytest.raises(StoreError, match=r"a: (no route|silent)"):  # the deadline may cut the last try
             store.read_block(block(self.data))
         assert store.read_events.stats()["remote_retries"] >= 1
+
+    def test_an_attempt_that_the_deadline_cuts_keeps_the_reason_of_the_one_before(self) -> None:
+        ended = threading.Event()
+
+        def silent(data: bytes) -> bytes:
+            ended.wait(20)
+            return data
+
+        path = located(Fickle("a", silent), data=self.data).path
+        request = wanted_block(block(self.data))
+        order, problems = path._order(request), dict[str, ShardkitError](a=StoreError("no route"))
+        assert read_path._Turn(path, request, order, time.monotonic(), problems).run() is None
+        assert str(problems["a"]) == "no route"
+        assert read_path._Turn(path, request, path._order(request), time.monotonic(), {}).run() is None
+        ended.set()
 
     def test_it_comes_back_while_we_wait(self) -> None:
         back = threading.Event()
