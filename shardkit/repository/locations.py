@@ -70,6 +70,8 @@ def parse_spare(data: bytes, where: str) -> tuple[str, LocationTable]:
 
 def read_spare(store: Store, repository_id: str | None) -> LocationTable | None:
     """Return the second copy of the table, None if there is none. `repository_id` None accepts any repository."""
+    if store.head(SPARE_NAME) is None:
+        return None  # the usual answer, without the message of an error
     found = find_checked(store, SPARE_NAME, parse_spare, max_bytes=_MAX_BYTES)
     if found is not None and repository_id not in (None, found[0]):
         raise IntegrityError(
@@ -127,6 +129,8 @@ def location_of(record: LocationRecord, *, heal: bool = False, writable: bool = 
 
 def read_mark(store: Store) -> CopyMark | None:
     """Return the mark of a copy, None if the store is not a copy."""
+    if store.head(COPY_NAME) is None:
+        return None  # the usual answer, without the message of an error
     return find_checked(store, COPY_NAME, CopyMark.from_bytes, max_bytes=_MAX_COPY_BYTES)
 
 
