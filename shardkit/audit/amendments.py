@@ -118,11 +118,10 @@ def amend_run(
         record = load_run(Path(run))
         plans = find_plans(record, dataset)
         check_amendments(record, plans)
-        violated = [one for one in record.findings if one.severity == "violated"]
-        if not violated:
+        if not record.violations:
             break
     else:
-        one = violated[0]
+        one = record.violations[0]
         raise IntegrityError(
             f"{run}: the record is not sound ({one.subject}: {one.text}); run: shardkit audit {shell_word(run)}"
         )

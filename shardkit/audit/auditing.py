@@ -77,7 +77,6 @@ def audit_run(
     check_pending(record, plans)
     check_coverage(record, audit)
     check_checkpoints(record, audit)
-    check_bound_checkpoints(record, audit)
     check_bound_settings(record)
     check_losses(record, audit)
     check_tensors(record, audit, read=level in ("read", "decode"))
@@ -220,24 +219,42 @@ def check_coverage(record: RunRecord, audit: Audit) -> None:
 
 
 def check_checkpoints(record: RunRecord, audit: Audit) -> None:
-    """Check that every checkpoint belongs to this run and that some branch of the ledger once had its head."""
-    known = {(one["manifest"], one["plan"]) for one in record.plans}
+    """Check each checkpoint against itself, the events that record it, and the heads that the ledger once had."""
+    bound: dict[str, list[dict[str, Any]]] = {}
+    for event in record.events:
+        if event["kind"] == CHECKPOINT:
+            bound.setdefault(event["name"], []).append(event)
     for one in record.checkpoints:
-        fits: bool | None = None
-        wrong = ""
-        if known and one.manifest and one.plan and (one.manifest, one.plan) not in known:
-            wrong = (
-                f"is of another run: manifest {one.manifest[:19]}…, plan {one.plan[:12]}… are not this run's"
-            )
-        elif one.head is None:
-            text = "holds no head of the ledger: it proves nothing about it"
-            record.add("note", "checkpoint", one.name, text)
-        elif record.roots is not None:
-            fits = record.roots.holds(one.head)
-            wrong = "" if fits else _head_text(one.head, audit)
-        if wrong:
-            record.add("violated", "checkpoint", one.name, wrong)
-        audit.checkpoints.append((one.name, one.step, False if wrong else fits))
+        fits, wrong = _check_head(record, one, audit)
+        wrong += _contradictions(one)
+        if one.name in bound:
+            wrong += _against_events(record, one, bound[one.name])
+        else:
+            wrong.append("the ledger does not record it: it was put there, or renamed, by somebody else")
+        for text in wrong:
+            record.add("violated", "checkpoint", one.name, text)
+        audit.checkpoints.append((one.name, one.step, fits))
+        audit.bound_checkpoints += not wrong
+    gone = sorted(set(bound) - {one.name for one in record.checkpoints})
+    if gone:
+        record.add("note", "checkpoint", f"{gone[0]} … {gone[-1]}" if len(gone) > 1 else gone[0],
+                   f"{len(gone)} recorded checkpoints are not there: pruned, or removed")  # fmt: skip
+
+
+def _check_head(record: RunRecord, one: CheckpointRecord, audit: Audit) -> tuple[bool | None, list[str]]:
+    """Return (True if some branch of the ledger once had its head, None if that is unknown; errors)."""
+    known = {(plan["manifest"], plan["plan"]) for plan in record.plans}
+    if known and one.manifest and one.plan and (one.manifest, one.plan) not in known:
+        return False, [
+            f"is of another run: manifest {one.manifest[:19]}…, plan {one.plan[:12]}… are not this run's"
+        ]
+    if one.head is None:
+        text = "holds no head of the ledger: it proves nothing about it"
+        record.add("note", "checkpoint", one.name, text)
+    elif record.roots is not None:
+        fits = record.roots.holds(one.head)
+        return fits, [] if fits else [_head_text(one.head, audit)]
+    return None, []
 
 
 def _head_text(head: dict[str, Any], audit: Audit) -> str:
@@ -251,6 +268,35 @@ def _head_text(head: dict[str, Any], audit: Audit) -> str:
         f"holds a head (root {head['steps']['root'][:12]}…, {end} steps, {events} events) which the ledger never had: "
         "the ledger was changed, or this checkpoint is of another run"
     )
+
+
+def _contradictions(one: CheckpointRecord) -> Iterator[str]:
+    for inner in one.inner_names:
+        if inner not in ("None", one.name):
+            yield f"calls itself {inner}: it was renamed"
+            break
+    match = STEP_NAME.fullmatch(one.name)
+    if match and int(match[1]) != one.step:
+        yield f"its name says step {int(match[1])}, it holds step {one.step}"
+    for name, own in (("step", one.step), ("manifest", one.manifest), ("plan", one.plan)):
+        if name in one.loader and own not in ("", -1) and one.loader[name] != own:
+            yield f"its loader's {name} is {short(one.loader[name])}, its own is {short(own)}"
+    if one.head is not None:
+        end = one.head["steps"]["first"] + one.head["steps"]["size"]
+        if one.step >= 0 and end != one.step:
+            yield f"holds the ledger's head of step {end}, and calls itself step {one.step}"
+
+
+def _against_events(record: RunRecord, one: CheckpointRecord, events: list[dict[str, Any]]) -> Iterator[str]:
+    newest = short(events[-1]["checkpoint"])
+    same = [event for event in events[-2:] if event["checkpoint"] == one.digest]
+    if not same:
+        yield f"is {short(one.digest)}, and the ledger records {newest} under this name: it was replaced"
+    elif one.says_step and same[-1]["step"] != one.step:
+        yield f"holds step {one.step}, and the ledger records it for step {same[-1]['step']}"
+    elif same[-1] is not events[-1]:
+        text = f"was saved again as {newest}, and a kill came before its ref: the ref is of the save before"
+        record.add("note", "checkpoint", one.name, text)
 
 
 def check_end(record: RunRecord, audit: Audit) -> None:
@@ -344,57 +390,6 @@ def explain_events(record: RunRecord) -> None:
 
 
 _LISTED: Final = 8
-
-
-def check_bound_checkpoints(record: RunRecord, audit: Audit) -> None:
-    """Check that name, step, loader state and head of each checkpoint agree, and that the ledger records it."""
-    known: dict[str, list[dict[str, Any]]] = {}
-    for event in record.events:
-        if event["kind"] == CHECKPOINT:
-            known.setdefault(event["name"], []).append(event)
-    for one in record.checkpoints:
-        wrong = list(_contradictions(one))
-        if one.name in known:
-            wrong += _against_events(record, one, known[one.name])
-        else:
-            wrong.append("the ledger does not record it: it was put there, or renamed, by somebody else")
-        for text in wrong:
-            record.add("violated", "checkpoint", one.name, text)
-        audit.bound_checkpoints += not wrong
-    present = {one.name for one in record.checkpoints}
-    gone = sorted(set(known) - present)
-    if gone:
-        record.add("note", "checkpoint", f"{gone[0]} … {gone[-1]}" if len(gone) > 1 else gone[0],
-                   f"{len(gone)} recorded checkpoints are not there: pruned, or removed")  # fmt: skip
-
-
-def _contradictions(one: CheckpointRecord) -> Iterator[str]:
-    for inner in one.inner_names:
-        if inner not in ("None", one.name):
-            yield f"calls itself {inner}: it was renamed"
-            break
-    match = STEP_NAME.fullmatch(one.name)
-    if match and int(match[1]) != one.step:
-        yield f"its name says step {int(match[1])}, it holds step {one.step}"
-    for name, own in (("step", one.step), ("manifest", one.manifest), ("plan", one.plan)):
-        if name in one.loader and own not in ("", -1) and one.loader[name] != own:
-            yield f"its loader's {name} is {short(one.loader[name])}, its own is {short(own)}"
-    if one.head is not None:
-        end = one.head["steps"]["first"] + one.head["steps"]["size"]
-        if one.step >= 0 and end != one.step:
-            yield f"holds the ledger's head of step {end}, and calls itself step {one.step}"
-
-
-def _against_events(record: RunRecord, one: CheckpointRecord, events: list[dict[str, Any]]) -> Iterator[str]:
-    newest = short(events[-1]["checkpoint"])
-    same = [event for event in events[-2:] if event["checkpoint"] == one.digest]
-    if not same:
-        yield f"is {short(one.digest)}, and the ledger records {newest} under this name: it was replaced"
-    elif one.says_step and same[-1]["step"] != one.step:
-        yield f"holds step {one.step}, and the ledger records it for step {same[-1]['step']}"
-    elif same[-1] is not events[-1]:
-        text = f"was saved again as {newest}, and a kill came before its ref: the ref is of the save before"
-        record.add("note", "checkpoint", one.name, text)
 
 
 def check_losses(record: RunRecord, audit: Audit) -> None:

@@ -286,12 +286,9 @@ def check_order(files: Iterable[JournalFile], settled: Mapping[str, tuple[int, i
     expected: int | None = None  # the step that a rewind announced
     seen: set[object] = set()
     for number, file in enumerate(files):
-        borders = {file.start, *((entry.end, entry.check) for entry in file.entries())}
-        if file.path.name in settled and settled[file.path.name] not in borders:
-            raise FormatError(
-                f"{file.path}: its entries are not those that are merged in the ledger: it was rewritten"
-            )
+        borders = {file.start}
         for place, entry in enumerate(file.entries()):
+            borders.add((entry.end, entry.check))
             where = f"{file.path}: the entry that ends at byte {entry.end}"
             if entry.kind == META:
                 if number or place or file.header is None or file.header.part:
@@ -319,6 +316,10 @@ def check_order(files: Iterable[JournalFile], settled: Mapping[str, tuple[int, i
                         "there by somebody else"
                     )
                 seen.add(subject)
+        if file.path.name in settled and settled[file.path.name] not in borders:
+            raise FormatError(
+                f"{file.path}: its entries are not those that are merged in the ledger: it was rewritten"
+            )
         if expected is not None and not file.torn_bytes:
             raise FormatError(
                 f"{file.path} ends where step {expected} was to follow: it was cut, or added to"

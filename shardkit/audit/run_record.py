@@ -95,6 +95,11 @@ class RunRecord:
         self.findings.append(Finding(severity, kind, subject, text))
 
     @property
+    def violations(self) -> list[Finding]:
+        """The findings that say that the record was changed."""
+        return [one for one in self.findings if one.severity == "violated"]
+
+    @property
     def plans(self) -> list[dict[str, Any]]:
         """The events of the run's plans, ordered by number."""
         return [event for event in self.events if event["kind"] == "plan"]

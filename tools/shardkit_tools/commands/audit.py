@@ -206,13 +206,10 @@ def diff_command(
     """
     one, other = load_run(first), load_run(second)
     result = compare_runs(one, other, find_plans(one), find_plans(other))
-    troubles = [
-        finding for record in (one, other) for finding in record.findings if finding.severity == "violated"
-    ]
     same = f"the same samples at all {count_text(result.compared, 'step')} that both have"
     answer = same if result.is_equal else f"they diverge at step {result.diverges}"
     sides = {"a": str(first), "b": str(second), "answer": answer}
-    document = sides | console.plain(result) | {"violated": troubles}
+    document = sides | console.plain(result) | {"violated": [*one.violations, *other.violations]}
     code = ExitCode.DONE if result.is_equal else ExitCode.NO
     console.present(as_json, lambda: document, lambda: _print_comparison(document), code)
 
@@ -259,11 +256,9 @@ def trace_command(
         raise UsageError("audit trace takes one of --sample, --step and --exclude")
     record = load_run(run)
     plans = find_plans(record, dataset)
-    violated = [one for one in record.findings if one.severity == "violated"]
-    if violated and not as_json:
-        console.print_line(
-            f"the record of this run is not sound ({violated[0].subject}: {violated[0].text})", "red"
-        )
+    if record.violations and not as_json:
+        worst = record.violations[0]
+        console.print_line(f"the record of this run is not sound ({worst.subject}: {worst.text})", "red")
     if not plans:
         raise NotFoundError(
             f"{run}: the plan cannot be made again: " + "; ".join(one.text for one in record.findings)[:500]
@@ -280,7 +275,7 @@ def trace_command(
         document = _trace_list(record, plans, read_values(exclude), field)
         is_complete = allow_absent or not document["absent"]
         code = ExitCode.DONE if is_complete and not document["used"] else ExitCode.NO
-    console.present(as_json, lambda: document, exit_code=ExitCode.DAMAGED if violated else code)
+    console.present(as_json, lambda: document, exit_code=ExitCode.DAMAGED if record.violations else code)
 
 
 def _trace_list(
