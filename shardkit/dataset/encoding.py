@@ -20,7 +20,7 @@ from shardkit.dataset.layout import MAX_SHARD_BYTES, split_value
 from shardkit.dataset.rows import Rows, unwritten_records
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import FieldType, Schema, fit_key, max_key_bytes, raw_row_bytes
-from shardkit.formats.arrow_writing import arrow_array, arrow_schema, arrow_type
+from shardkit.formats.arrow_writing import arrow_array, arrow_schema, arrow_type, index_array
 from shardkit.formats.block import PayloadColumn, payload_column, payloads_of, sizes_of
 from shardkit.formats.values import logical_text
 
@@ -414,12 +414,6 @@ def sample_batch(schema: Schema, rows: Sequence[tuple[bytes, ...]]) -> Any:
         presence = [row[place + 1] for row in rows] if kind.optional else None
         arrays.append(arrow_array(kind, [row[place] for row in rows], name, presence))
     return pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(schema, keys=False))
-
-
-def index_array(values: NDArray[Any]) -> Any:
-    """Return numbers as an int64 array; `pyarrow.array` would import pandas if it is installed."""
-    numbers = np.ascontiguousarray(values, np.int64)
-    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers)], null_count=0)
 
 
 def joined_batch(batches: Sequence[Any], schema: Any) -> Any:

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.dataset.dataset import Dataset
-from shardkit.dataset.encoding import index_array, joined_batch
+from shardkit.dataset.encoding import joined_batch
 from shardkit.dataset.shard_writing import publish_shard
 from shardkit.formats import RowBlock, Schema
-from shardkit.formats.arrow_writing import arrow_schema
+from shardkit.formats.arrow_writing import arrow_schema, index_array
 from shardkit.formats.block import stored_columns
 from shardkit.formats.compression import normalise_compression
 from shardkit.manifest import Manifest, ShardTable, compose, extend

@@ -24,12 +24,13 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import index_array, joined_batch, numbers_of, spool_schema
+from shardkit.dataset.encoding import joined_batch, numbers_of, spool_schema
 from shardkit.dataset.layout import order_keys
 from shardkit.dataset.rows import BATCH, Records, Rows
 from shardkit.errors import IntegrityError, StoreError, UsageError
 from shardkit.formats import RowBlock, Schema, generated_key, generated_keys
 from shardkit.formats.arrow_message import END_OF_STREAM
+from shardkit.formats.arrow_writing import index_array
 from shardkit.formats.block import PayloadColumn, payload_column
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import (

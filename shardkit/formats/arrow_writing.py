@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from shardkit.documents import encode
 from shardkit.errors import FormatError, SampleError
@@ -165,6 +165,17 @@ class ArrowEncoder:
         written = self._chunks.take()
         begun, self._begun = self._begun, True
         return written if begun else written[len(self._head) :]
+
+
+def index_array(values: ArrayLike) -> Any:
+    """Return numbers as an int64 array; `pyarrow.array` would import pandas if it is installed."""
+    numbers = np.ascontiguousarray(values, np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers)], null_count=0)
+
+
+def text_array(texts: Iterable[str]) -> Any:
+    """Return texts as a large_string array, without `pyarrow.array`."""
+    return arrow_array(FieldType("str"), [text.encode() for text in texts], "", None)
 
 
 def _key_array(keys: Sequence[str]) -> Any:

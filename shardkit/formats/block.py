@@ -262,9 +262,16 @@ def stored_columns(schema: Schema, batch: Any) -> list[PayloadColumn]:
         if not kind.optional:
             columns.append(_bool_bytes(kind, array))
             continue
-        valid = array.is_valid().to_numpy(zero_copy_only=False)
+        valid = mask_of(array.is_valid())
         columns += [_without_absent(kind, array, valid), valid.astype(np.uint8).reshape(-1, 1)]
     return columns
+
+
+def mask_of(flags: Any) -> NDArray[np.bool_]:
+    """Return an Arrow array of bools without nulls; `to_numpy` would import pandas if it is installed."""
+    bits = np.frombuffer(flags.buffers()[1], np.uint8) if len(flags) else np.empty(0, np.uint8)
+    octets = np.unpackbits(bits, bitorder="little")[flags.offset : flags.offset + len(flags)]
+    return octets.view(np.bool_)
 
 
 def _without_absent(kind: FieldType, array: Any, valid: NDArray[np.bool_]) -> PayloadColumn:
@@ -292,8 +299,8 @@ def _bool_bytes(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPayloa
         inner = array.values[int(borders[0]) : int(borders[-1])]
     for size in kind.shape:
         inner = _items(inner, size)
-    known = inner.fill_null(False) if inner.null_count else inner
-    octets = known.to_numpy(zero_copy_only=False).view(np.uint8)
+    items = mask_of(inner) & mask_of(inner.is_valid()) if inner.null_count else mask_of(inner)
+    octets = items.view(np.uint8)
     return octets.reshape(rows, -1) if borders is None else JoinedPayloads(octets, np.diff(borders))
 
 

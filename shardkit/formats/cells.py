@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
 
-from .arrow_writing import arrow_type
+from .arrow_writing import arrow_type, text_array
 from .sample_columns import EXACT_INTEGER
 from .schema import FieldType
 from .strict_json import parse_json
@@ -25,6 +25,9 @@ TRUTHS: Final = {"true": True, "True": True, "TRUE": True, "false": False, "Fals
 """Cells of booleans."""
 _INTEGER: Final = re.compile(r"[+-]?[0-9]{1,20}")
 _MAX_DIGITS: Final = 20
+_TRUTH_CELLS: Final = tuple(
+    text_array(cell for cell, value in TRUTHS.items() if value is truth) for truth in (True, False)
+)
 
 
 def cell_value(cell: str, kind: FieldType, name: str, where: str) -> object:
@@ -71,9 +74,14 @@ def typed_cells(texts: Any, kind: FieldType) -> Any:
     try:
         texts = texts.cast(pa.large_string())
         if pa.types.is_boolean(target):
-            places = pc.index_in(texts, value_set=pa.array(list(TRUTHS), pa.large_string()))
-            made = pa.array(list(TRUTHS.values())).take(places)
-            return made if made.null_count == texts.null_count else None
+            is_true, is_false = (pc.is_in(texts, value_set=cells) for cells in _TRUTH_CELLS)
+            if int(pc.sum(pc.or_(is_true, is_false)).as_py() or 0) + texts.null_count != len(texts):
+                return None
+            return (
+                pc.if_else(texts.is_valid(), is_true, pa.nulls(1, pa.bool_())[0])
+                if texts.null_count
+                else is_true
+            )
         if pa.types.is_integer(target):
             # pyarrow reads hexadecimal digits, and more digits than `cell_value`
             longest = pc.max(pc.binary_length(texts)).as_py() or 0
@@ -83,7 +91,8 @@ def typed_cells(texts: Any, kind: FieldType) -> Any:
         if pc.any(pc.match_substring(texts, "(")).as_py():
             return None  # pyarrow reads nan(1) as a number
         wide = texts.cast(pa.float64())
-        numbers = wide.drop_null().to_numpy()
+        found = wide.drop_null()
+        numbers = np.frombuffer(found.buffers()[1] or b"", np.float64, len(found), 8 * found.offset)
         with np.errstate(over="ignore"):
             narrow = numbers.astype(kind.numpy_dtype)
         is_plain = (np.abs(numbers) < EXACT_INTEGER) & np.isfinite(narrow)
@@ -102,5 +111,7 @@ def is_missing(cell: str, kind: FieldType) -> bool:
 def without_missing(texts: Any, kind: FieldType) -> Any:
     """Return texts of a field, with null for each that `is_missing`."""
     missing = [cell for cell in ("", *MISSING) if is_missing(cell, kind)]
-    where = pc.is_in(texts, value_set=pa.array(missing, texts.type))
-    return pc.if_else(where, None, texts) if missing and pc.any(where).as_py() else texts
+    where = pc.is_in(texts, value_set=text_array(missing))
+    return (
+        pc.if_else(where, pa.nulls(1, texts.type)[0], texts) if missing and pc.any(where).as_py() else texts
+    )

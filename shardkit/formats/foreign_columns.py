@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from shardkit.errors import SchemaError, ShardkitError, SourceError
 from shardkit.extras import shell_word
 
-from .arrow_writing import arrow_array, arrow_item_type, arrow_type
-from .block import JoinedPayloads
+from .arrow_writing import arrow_array, arrow_item_type, arrow_type, index_array
+from .block import JoinedPayloads, mask_of
 from .cells import cell_value, typed_cells
 from .sample_columns import encode_column
 from .schema import KEY_FIELD, FieldType
@@ -74,14 +74,13 @@ class ForeignColumns:
         if array is None:
             return self._by_row(column, kind, name, absent, where)
         if kind.logical is not None:
-            numbers, (least, most) = array.view(arrow_item_type(kind)), kind.logical.limits
-            for row in _true_rows(
-                pc.or_(pc.less(numbers, least), pc.greater(numbers, most)).fill_null(False)
-            ):
-                self._refuse(
-                    row,
-                    f"field {name!r} is out of range of {kind}; fix it, or pass --schema {shell_word(name)}=int64",
-                )
+            numbers, limits = array.view(arrow_item_type(kind)), index_array(kind.logical.limits)
+            limits = limits.cast(numbers.type)
+            is_outside = pc.or_(pc.less(numbers, limits[0]), pc.greater(numbers, limits[1]))
+            for row in _true_rows(pc.and_kleene(is_outside, numbers.is_valid())):
+                word = shell_word(name)
+                why = f"field {name!r} is out of range of {kind}; fix it, or pass --schema {word}=int64"
+                self._refuse(row, why)
         return array
 
     def column(self, name: str) -> Any:
@@ -178,7 +177,7 @@ def _tensors(column: Any) -> Any:
 
 
 def _true_rows(flags: Any) -> list[int]:
-    rows: list[int] = np.flatnonzero(flags.to_numpy(zero_copy_only=False)).tolist()
+    rows: list[int] = np.flatnonzero(mask_of(flags)).tolist()
     return rows
 
 

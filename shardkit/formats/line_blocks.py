@@ -19,7 +19,7 @@ import pyarrow.csv as pacsv
 from shardkit.documents import Record, decode, encode
 from shardkit.errors import FormatError, ShardkitError, SourceError
 
-from .arrow_writing import arrow_schema
+from .arrow_writing import arrow_schema, index_array, text_array
 from .block import PayloadColumn, stored_columns
 from .cells import without_missing
 from .foreign_columns import ForeignColumns
@@ -188,7 +188,7 @@ class CsvRows:
         if len(rows) == len(self):
             return self
         bad = {place: self.bad[row] for place, row in enumerate(rows) if row in self.bad} if self.bad else {}
-        return CsvRows(self.cells.take(pa.array(rows, pa.int64())), bad)
+        return CsvRows(self.cells.take(index_array(rows)), bad)
 
     def columns(
         self, fields: Schema, name_of: Callable[[int], str]
@@ -196,8 +196,9 @@ class CsvRows:
         """Return the columns of fields in their Arrow types, and why rows do not fit; `name_of` names a row."""
         names = [name for name in fields if name in self.cells.schema.names]
         texts = [without_missing(self.cells.column(name), fields[name]) for name in names]
-        whole = pa.array(range(len(self)), pa.int64())  # a table may have none of the fields
-        found = ForeignColumns(pa.RecordBatch.from_arrays([*texts, whole], [*names, ""]), "", 0, name_of)
+        # the last column: a table may have none of the fields
+        batch = pa.RecordBatch.from_arrays([*texts, pa.nulls(len(self))], [*names, ""])
+        found = ForeignColumns(batch, "", 0, name_of)
         found.bad.update(self.bad)
         arrays = [found.conform(name, kind) for name, kind in fields.items()]
         return arrays, found.bad
@@ -235,8 +236,8 @@ def csv_rows(
         if isinstance(cells, SourceError):
             bad[row], rows[row] = cells, [""] * len(names)
     columns = zip(*rows, strict=True) if rows else [()] * len(names)
-    arrays = [pa.array(column, pa.large_string()) for column in columns]
-    return found._replace(rows=CsvRows(pa.RecordBatch.from_arrays(arrays, list(names)), bad))
+    batch = pa.RecordBatch.from_arrays(list(map(text_array, columns)), list(names))
+    return found._replace(rows=CsvRows(batch, bad))
 
 
 def _plain_cells(data: bytes, names: Sequence[str], delimiter: str) -> Any:

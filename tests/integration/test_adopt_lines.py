@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +249,25 @@ def test_a_row_is_parsed_once_and_again_if_it_must_be_checked(
     assert counts == expected
     monkeypatch.undo()
     assert not verify(str(tmp_path / "root"), level="decode").exit_code, "the code that reads agrees"
+
+
+_READ_CSV = """
+import sys
+import shardkit
+from shardkit_tools.adopting import adopt
+from shardkit_tools.building.build_run import build
+build("a.csv", "built", jobs=1)
+adopt(["a.csv"], "adopted")
+assert shardkit.open("built")[:] == shardkit.open("adopted")[:]
+assert "pandas" not in sys.modules
+"""
+
+
+def test_tables_of_text_do_not_import_pandas(tmp_path: Path) -> None:
+    """It takes half a second, and `pyarrow.array` and `to_numpy` import it if it is installed."""
+    pytest.importorskip("pandas")
+    (tmp_path / "a.csv").write_bytes(b'a,b,c,d\n1,x,true,\n2,"y",false,1.5\n')
+    subprocess.run([sys.executable, "-c", _READ_CSV], cwd=tmp_path, check=True)
 
 
 _TEXT = st.text(max_size=12).map(lambda text: text.encode("utf-8", "replace").decode())

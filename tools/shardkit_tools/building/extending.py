@@ -18,12 +18,12 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import SourcesObject, pack_sources
 from shardkit.dataset.committing import Moved, move_refs, standing_refs
-from shardkit.dataset.encoding import index_array, joined_batch, sample_batch
+from shardkit.dataset.encoding import joined_batch, sample_batch
 from shardkit.dataset.extending import extend_version
 from shardkit.dataset.lookups import KEY, Entries, Hashes, hash_payloads
 from shardkit.errors import SampleError, SchemaError, SourceError, UsageError
 from shardkit.formats import FieldType, Schema, presence_of
-from shardkit.formats.arrow_writing import arrow_schema, arrow_type
+from shardkit.formats.arrow_writing import arrow_schema, arrow_type, index_array
 from shardkit.formats.block import payloads_of, stored_columns
 from shardkit.manifest import Manifest
 from shardkit.repository.log import parse_dataset_url

@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shardkit.dataset.about import SourceDigest
-from shardkit.dataset.encoding import RowEncoder, index_array
+from shardkit.dataset.encoding import RowEncoder
 from shardkit.dataset.rows import PublishedShard, Rows, ShardRows
 from shardkit.dataset.scratch import RowSpool, ScratchReader
 from shardkit.dataset.shard_writing import write_shard
@@ -286,14 +286,8 @@ class ReadWorker:
             spooled(len(rows), int(rows.raw_bytes.sum()))
             return []
         errors = encoded
-        good = np.array([row for row in range(len(names)) if row not in errors], np.int64)
-        if len(good):
-            self._take(
-                DecodedRows(found.batch.take(index_array(good)), found.origin.take(good)),
-                paths,
-                spool,
-                spooled,
-            )
+        if len(errors) < len(names):
+            self._take(found.without(errors), paths, spool, spooled)
         return [SourceFailure(names[row], int(numbers[row]), errors[row]) for row in sorted(errors)]
 
 

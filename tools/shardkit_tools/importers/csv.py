@@ -21,12 +21,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, cast
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.extras import shell_word
+from shardkit.formats.arrow_writing import index_array, text_array
+from shardkit.formats.block import mask_of
 from shardkit.formats.cells import MISSING, TRUTHS, cell_value, is_missing
 from shardkit.formats.compression import PACKED_HEADS
 from shardkit.formats.line_blocks import (
@@ -207,11 +208,11 @@ class CsvImporter(LineImporter):
     def checked(self, block: LineBlock) -> LineBlock:
         """Return a block in which rows that repeat the header, as in tables that were joined, are bad."""
         names = self.names_of(block.file)
-        is_first = pc.equal(block.rows.cells.column(0), names[0])
+        is_first = pc.equal(block.rows.cells.column(0), text_array(names[:1])[0])
         if len(names) < 2 or not pc.any(is_first).as_py():  # a text may be the name of a single column
             return block
         bad = dict(block.rows.bad)
-        for row in np.flatnonzero(is_first.to_numpy(zero_copy_only=False)).tolist():
+        for row in np.flatnonzero(mask_of(is_first)).tolist():
             if block.rows.cells.slice(row, 1).to_pylist() == [dict(zip(names, names, strict=True))]:
                 bad[row] = SourceError(
                     f"{block.name_of(row)}: repeats the header, as tables that were joined do; remove the line"
@@ -338,9 +339,9 @@ class _Column:
         """Note the kinds of more cells; of a column with text, which decides its type, no more are looked at."""
         while len(places) and "str" not in self.kinds:
             if known := "|".join(_PLAIN_CELLS[kind] for kind in self.kinds if kind in _PLAIN_CELLS):
-                own = cells if len(places) == len(cells) else cells.take(pa.array(places))
+                own = cells if len(places) == len(cells) else cells.take(index_array(places))
                 is_known = pc.match_substring_regex(own, rf"\A(?:{known})\z")
-                places = places[~is_known.to_numpy(zero_copy_only=False)]
+                places = places[~mask_of(is_known)]
             for number, place in enumerate(places.tolist()):
                 cell = cells[place].as_py()
                 kind = _kind(cell)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import RowOrigin, index_array
+from shardkit.dataset.encoding import RowOrigin
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.arrow_writing import arrow_array, arrow_schema
 from shardkit.formats.line_blocks import LineName, LineRows
@@ -161,11 +161,10 @@ class LineImporter(FileImporter):
             arrays, bad = self.encode(block)
             for row, error in sorted(bad.items()):
                 yield SourceFailure(block.file.name, block.numbers[row], error)
-            good = np.delete(np.arange(len(block.rows)), list(bad))
-            if len(good):
+            if len(bad) < len(block.rows):
                 batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(self.schema, keys=False))
-                origin = RowOrigin([block.file.name] * len(good), np.array(block.numbers, np.int64)[good])
-                yield DecodedRows(batch.take(index_array(good)) if bad else batch, origin)
+                origin = RowOrigin([block.file.name] * len(block.rows), np.array(block.numbers, np.int64))
+                yield DecodedRows(batch, origin).without(bad)
 
     def _rows(self, task: SourceTask) -> SampleStream:
         for block in self._task_blocks(task):

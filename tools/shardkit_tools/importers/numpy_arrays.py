@@ -21,11 +21,11 @@ import pyarrow as pa
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import RowOrigin, index_array
+from shardkit.dataset.encoding import RowOrigin
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import FieldType
 from shardkit.formats.arrow_writing import arrow_array, arrow_schema
-from shardkit.formats.schema import encode_value
+from shardkit.formats.sample_columns import encode_column
 from shardkit_tools.importers.protocol import (
     DecodedRows,
     DecodedStream,
@@ -156,9 +156,8 @@ class NumpyImporter(FileImporter):
             for row, error in bad.items():
                 yield SourceFailure(file.name, start + row, error)
             batch = pa.RecordBatch.from_arrays(arrays, schema=stored)
-            good = np.array([row for row in range(count) if row not in bad], np.int64)
-            origin = RowOrigin([file.name] * len(good), start + good)
-            yield DecodedRows(batch.take(index_array(good)) if bad else batch, origin)
+            origin = RowOrigin([file.name] * count, np.arange(start, start + count))
+            yield DecodedRows(batch, origin).without(bad)
 
     def _rows(self, task: SourceTask) -> SampleStream:
         for start, columns, file in self._columns(task):
@@ -192,13 +191,7 @@ def _conform(
     if kind.item_bytes is not None and values.dtype == kind.numpy_dtype and values.shape[1:] == kind.shape:
         octets = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), kind.item_bytes)
         return arrow_array(kind, octets, name, present)
-    payloads = []
-    for row, value in enumerate(values):
-        try:
-            payloads.append(encode_value(kind.required, value, f"{where} {start + row}", name))
-        except SampleError as error:
-            bad.setdefault(row, error)
-            payloads.append(bytes(kind.item_bytes or 0))
+    payloads = encode_column(kind.required, list(values), name, lambda row: f"{where} {start + row}", bad)
     return arrow_array(kind, payloads, name, present)
 
 

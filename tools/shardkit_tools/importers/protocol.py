@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
@@ -20,6 +20,7 @@ from shardkit.dataset.encoding import RowOrigin, sample_batch
 from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError, UsageError
 from shardkit.extras import shell_word
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema
+from shardkit.formats.arrow_writing import index_array
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 4096
@@ -334,6 +335,13 @@ class DecodedRows:
 
     batch: Any  # record batch of `arrow_schema` of the source's schema
     origin: RowOrigin
+
+    def without(self, bad: Collection[int]) -> DecodedRows:
+        """Return the other rows."""
+        if not bad:
+            return self
+        good = np.delete(np.arange(len(self.origin)), list(bad))
+        return DecodedRows(self.batch.take(index_array(good)), self.origin.take(good))
 
 
 DecodedStream: TypeAlias = Iterator[DecodedRows | SourceFailure]

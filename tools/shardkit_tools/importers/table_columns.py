@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardkit.dataset.encoding import RowOrigin, index_array
+from shardkit.dataset.encoding import RowOrigin
 from shardkit.documents import decode_plain
 from shardkit.errors import FormatError, SchemaError, SourceError
 from shardkit.extras import shell_word
@@ -374,11 +374,8 @@ def conform_batch(
     origin = RowOrigin([file.name] * batch.num_rows, rows, keys)
     for row in sorted(columns.bad):
         yield SourceFailure(file.name, first_row + row, columns.bad[row])
-    if columns.bad:
-        good = np.array([row for row in range(batch.num_rows) if row not in columns.bad], np.int64)
-        made, origin = made.take(index_array(good)), origin.take(good)
-    if len(origin):
-        yield DecodedRows(made, origin)
+    if len(columns.bad) < batch.num_rows:
+        yield DecodedRows(made, origin).without(columns.bad)
 
 
 def batch_samples(
