@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -20,12 +20,14 @@ import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
 from shardkit.reading.read_path import ReadSettings
+from shardkit.stores.file_operations import substituted
 from shardkit.stores.local import open_store
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.importers.source_kinds import list_source
 from shardkit_tools.main import run
 from tests.drills import drill_count
+from tests.faults.killed_operations import KilledOperations, run_in_child
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import (
     ACCESS_KEY,
@@ -354,24 +356,12 @@ def test_scrub_audits_tars_in_a_bucket_without_reading_them(
     run_command(["scrub", root, "--level", "stored"], code=4)
 
 
-ADOPTER = """
-import sys
-from shardkit_tools.adopting import adopt, adoption
-from shardkit_tools.building import engines
-if __name__ == "__main__":
-    engines.SMALL_BYTES, adoption._GROUP_FILES = 0, 1
-    def tell(now):
-        print(now.phase, flush=True)
-    adopt([sys.argv[1]], sys.argv[2], block_size="8KiB", jobs=2, scratch=sys.argv[3], progress=tell)
-"""
-
-
 @pytest.mark.drill
 @pytest.mark.slow
 def test_killed_adoptions_from_s3_into_s3_go_on(
     tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL on LocalStack at random moments, then the same command: one id, nothing torn, checksums that audit."""
+    """On LocalStack, whose checksums are audited: killed at changes of scratch, then to the end: one id."""
     with localstack(tmp_path / "localstack", BUCKET) as endpoint:
         for name, value in s3_environment(endpoint).items():
             monkeypatch.setenv(name, value)
@@ -383,29 +373,27 @@ def test_killed_adoptions_from_s3_into_s3_go_on(
 
 
 def _kill_and_go_on(theirs: str, tmp_path: Path) -> None:
-    whole = adopt([theirs], f"s3://{BUCKET}/whole", block_size="8KiB").manifest
+    counting, moments, killed, reused = KilledOperations(0), random.Random(5), 0, 0
+
+    def run(root: str, operations: KilledOperations) -> Any:
+        (tmp_path / root).mkdir(exist_ok=True)
+        with substituted(operations):  # of scratch, which is on the disk
+            return adopt(
+                [theirs], f"s3://{BUCKET}/{root}", block_size="8KiB", jobs=1, scratch=tmp_path / root
+            )
+
+    whole = run("whole", counting).manifest
     assert whole is not None
-    script = tmp_path / "adopter.py"
-    script.write_text(ADOPTER)
-    moments, killed, reused = random.Random(5), 0, 0
-    for turn in range(20):
-        if turn >= drill_count(20) and killed and reused:  # a quick machine is done before it is killed
-            break
-        root, scratch = f"s3://{BUCKET}/{turn}", tmp_path / f"scratch{turn}"
-        scratch.mkdir()
+    for turn in map(str, range(drill_count(20))):
         for _ in range(3):
-            command = [sys.executable, str(script), theirs, root, str(scratch)]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-            assert process.stdout is not None
-            wanted = moments.randrange(1, 12)
-            for number, _ in enumerate(process.stdout, 1):
-                if number == wanted:
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.stdout.close()
-            killed += process.wait() == -signal.SIGKILL
-        result = adopt([theirs], root, block_size="8KiB", scratch=scratch)
+            at = moments.randrange(counting.count // 4, counting.count)
+            code = run_in_child(functools.partial(run, turn, KilledOperations(at)))
+            assert code in (0, -signal.SIGKILL)
+            killed += code != 0
+        result = run(turn, KilledOperations(0))
         assert result.manifest == whole
         reused += result.reused
+        root = f"s3://{BUCKET}/{turn}"
         assert verify(root, level="stored").exit_code == 0, "by checksums and ETags alone"
         assert verify(root, level="read").exit_code == 0
     assert killed
