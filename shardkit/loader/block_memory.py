@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -183,9 +184,13 @@ class BlockMemory:
 
     def lend(self, size: int) -> Loan:
         """Return a loan of `size` bytes with arbitrary content."""
+        return self.lend_all([size])[0]
+
+    def lend_all(self, sizes: Sequence[int]) -> list[Loan]:
+        """Return a loan of each size."""
         with self._lock:
             self._collect()
-            return self._lend(size)
+            return [self._lend(size) for size in sizes]
 
     def _lend(self, size: int) -> Loan:
         if size < _LEAST_PIECE:

@@ -289,8 +289,7 @@ class BlockWindow:
     def advance(self, step: int) -> None:
         """Mark the steps before this one as over, and let the blocks leave that they were the last to use."""
         with self._leaving_lock:
-            over = [last for last in self._leaving if last < step]
-            left = [one for last in over for one in self._leaving.pop(last)]
+            left = [one for last in range(self._now, step) for one in self._leaving.pop(last, ())]
             self._now = step
         for one in left:
             self._release(one)

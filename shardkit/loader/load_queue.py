@@ -27,6 +27,7 @@ JOB: Final = 13
 
 # A thread takes jobs for about a millisecond, because it has to wait for the interpreter after each call.
 _MOST_JOBS: Final = 16
+_LEAST_JOBS: Final = 4  # if as many may begin; a call for each block would cost more than sharing them out evenly gains
 _MOST_BYTES: Final = 4 << 20
 _MOST_OPEN: Final = 32  # files that stay open after they were read
 _MOST_READ: Final = 16  # files that the threads read at a time; each thread may read one
@@ -229,7 +230,7 @@ class LoadQueue:
             if self._is_closed:
                 return None
             ready = self._ready - self._next
-            most = min(_MOST_JOBS, -(-ready // self.threads))
+            most = min(_MOST_JOBS, ready, max(_LEAST_JOBS, -(-ready // self.threads)))
             rows = self._jobs[self._next - self._base :][:most]
             count = num_bytes = 0
             files: set[int] = set()
@@ -255,18 +256,26 @@ class LoadQueue:
             with self._lock:
                 if jobs.first not in self._taken:
                     return jobs.after(len(jobs.rows))  # cancelled
+                files = self._open_files(jobs.rows[:, FILE].tolist())
+                objects = tuple(map(self._objects.get, range(jobs.first, jobs.first + len(files))))
                 self._inside += 1
+            rows = jobs.rows[: len(files)].copy()
             memory: list[Loan] = []
             loaded, is_cold = 0, False
             try:
-                loaded, is_cold = self._load_files(jobs, memory)
+                memory = self._memory.lend_all(rows[:, ROOM].tolist())
+                rows[:, FILE] = [one.descriptor for one in files]
+                rows[:, ADDRESS] = [one.address for one in memory]
+                loaded, is_cold = gather.block_rows.load_blocks(rows, objects)
             except MemoryError:  # the caller reads the block, and a step that waits for it raises the error
                 pass
             finally:
                 with self._lock:
                     self._inside -= 1
-                    rest = self._finish(jobs, memory[:loaded])
-            del memory
+                    self._count(rows[:loaded])
+                    rest = self._finish(jobs, rows[:loaded], memory[:loaded])
+            self._note(rows[:loaded])
+            del memory, files
             if is_cold:
                 self._ask_disk(rest.first)
             elif len(rest.rows):  # it may be repaired, and is another file then
@@ -280,15 +289,19 @@ class LoadQueue:
 
     def finish(self, jobs: TakenJobs, facts: bytes, memory: Any, num_bytes: int, seconds: float) -> TakenJobs:
         """Note that the caller has read the first job, and return the jobs after it."""
-        jobs.rows[0, JOB:] = np.frombuffer(facts, np.int64)
-        self._count(jobs.rows[:1, BLOCK].tolist(), num_bytes, [seconds])
+        rows = jobs.rows[:1]
+        rows[0, JOB:] = np.frombuffer(facts, np.int64)
+        rows[0, RAW_SIZE], rows[0, TOOK] = num_bytes, seconds * 1e9
         with self._lock:
-            return self._finish(jobs, [memory])
+            self._count(rows)
+            rest = self._finish(jobs, rows, [memory])
+        self._note(rows)
+        return rest
 
     def fail(self, jobs: TakenJobs) -> TakenJobs:
         """Note that the caller could not read the first job, and return the jobs after it."""
         with self._lock:
-            return self._finish(jobs, [None])
+            return self._finish(jobs, jobs.rows[:1], [None])
 
     # ---- with the lock held
 
@@ -316,75 +329,59 @@ class LoadQueue:
         if ready > before:
             self._work.notify_all()
 
-    def _finish(self, jobs: TakenJobs, memory: Sequence[Any]) -> TakenJobs:
-        """Take over facts and memory of the first jobs unless they were cancelled; return the jobs after them."""
-        rest = jobs.after(len(memory))
+    def _finish(self, jobs: TakenJobs, rows: Int64s, memory: Sequence[Any]) -> TakenJobs:
+        """Take over facts and memory of the first jobs unless they were cancelled; return the jobs after them.
+
+        `rows` are these jobs with the facts.
+        """
+        rest = jobs.after(len(rows))
         if self._taken.pop(jobs.first, None) is not None:
-            rows = jobs.rows[: len(memory)]
-            self.facts[rows[:, SLOT]] = rows[:, JOB:]
-            for job, (slot, one) in enumerate(zip(rows[:, SLOT].tolist(), memory, strict=True), jobs.first):
-                self._held[slot] = one, self._objects.pop(job, None)
+            slots = rows[:, SLOT]
+            self.facts[slots] = rows[:, JOB:]
+            objects = [self._objects.pop(job, None) for job in range(jobs.first, rest.first)]
+            self._held.update(zip(slots.tolist(), zip(memory, objects, strict=True), strict=True))
             if len(rest.rows):
                 self._taken[rest.first] = time.perf_counter(), rest
         if self._num_done() >= self._need:
             self._done.notify_all()
         return rest
 
+    def _count(self, rows: Int64s) -> None:
+        blocks, num_bytes, seconds = self._counts
+        sizes = rows[:, RAW_SIZE] + rows[:, SIZE] * (rows[:, RAW_SIZE] == 0)
+        self._counts = LoadCounts(
+            blocks + len(rows), num_bytes + int(sizes.sum()), seconds + int(rows[:, TOOK].sum()) / 1e9
+        )
+
+    def _open_files(self, numbers: list[int]) -> list[_OpenFile]:
+        """Return these files, up to one that does not open: the caller reads its block and finds out why."""
+        files: list[_OpenFile] = []
+        with contextlib.suppress(OSError):
+            for number in numbers:
+                found = self._open.pop(number, None) or _OpenFile(*self._files[number])
+                files.append(found)
+                if not self._is_closed:
+                    self._open[number] = found
+        while len(self._open) > _MOST_OPEN:
+            del self._open[next(iter(self._open))]
+        return files
+
     # ---- without the lock
 
-    def _load_files(self, jobs: TakenJobs, memory: list[Loan]) -> tuple[int, bool]:
-        """Load blocks into `memory`, which is extended.
-
-        Returns how many jobs were loaded, and True if the last one was not in the page cache.
-        """
-        files: list[_OpenFile] = []
-        for number in jobs.rows[:, FILE].tolist():
-            try:
-                files.append(self._file(number))
-            except OSError:  # the caller reads the block and finds out why
-                break
-        if not files:
-            return 0, False
-        rows = jobs.rows[: len(files)].copy()
-        rows[:, FILE] = [one.descriptor for one in files]
-        memory.extend(self._memory.lend(room) for room in rows[:, ROOM].tolist())
-        rows[:, ADDRESS] = [one.address for one in memory]
-        objects = tuple(map(self._objects.get, range(jobs.first, jobs.first + len(rows))))
-        loaded, is_cold = gather.block_rows.load_blocks(rows, objects)
-        rows = rows[:loaded]
-        jobs.rows[:loaded, JOB:] = rows[:, JOB:]
-        num_bytes = int(np.where(rows[:, RAW_SIZE], rows[:, RAW_SIZE], rows[:, SIZE]).sum())
-        self._count(rows[:, BLOCK].tolist(), num_bytes, (rows[:, TOOK] / 1e9).tolist())
-        return loaded, is_cold
-
-    def _count(self, blocks: list[int], num_bytes: int, seconds: list[float]) -> None:
-        with self._lock:
-            before = self._counts
-            self._counts = LoadCounts(
-                before.blocks + len(blocks), before.num_bytes + num_bytes, before.seconds + sum(seconds)
-            )
+    def _note(self, rows: Int64s) -> None:
         if self.note is not None:
-            for block, took in zip(blocks, seconds, strict=True):
-                self.note(block, took)
-
-    def _file(self, number: int) -> _OpenFile:
-        with self._lock:
-            found = self._open.pop(number, None) or _OpenFile(*self._files[number])
-            if not self._is_closed:
-                self._open[number] = found
-            if len(self._open) > _MOST_OPEN:
-                del self._open[next(iter(self._open))]
-            return found
+            for block, took in rows[:, [BLOCK, TOOK]].tolist():
+                self.note(block, took / 1e9)
 
     def _ask_disk(self, first: int) -> None:
         """Ask the system to read the next blocks from `first` on, while a thread waits for one."""
         with self._lock:
             first, end = max(self._asked, first, self._base), min(first + _ASK_AHEAD, self._end)
-            wanted = self._jobs[first - self._base : max(0, end - self._base)][
-                :, [FILE, OFFSET, SIZE]
-            ].tolist()
+            rows = self._jobs[first - self._base : max(0, end - self._base)]
+            wanted = rows[rows[:, FILE] >= 0][:, [FILE, OFFSET, SIZE]].tolist()
             self._asked = max(self._asked, end)
-        for file, offset, size in wanted:
-            if file >= 0 and hasattr(os, "posix_fadvise"):
+            files = self._open_files([file for file, _, _ in wanted])
+        for one, (_, offset, size) in zip(files, wanted):
+            if hasattr(os, "posix_fadvise"):
                 with contextlib.suppress(OSError):
-                    os.posix_fadvise(self._file(file).descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(one.descriptor, offset, size, os.POSIX_FADV_WILLNEED)
