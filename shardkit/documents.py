@@ -12,13 +12,11 @@ Sizes and digests are checked before parsing, types while parsing, and the canon
 from __future__ import annotations
 
 import datetime as dt
-import difflib
 import hashlib
 import itertools
 import re
 import threading
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
 
@@ -207,7 +205,7 @@ def decoder_of(kind: Any) -> Any:
 
 
 _decoders: Final[dict[Any, Any]] = {}
-_making_decoder: Final = threading.Lock()
+_making_decoder: Final = threading.RLock()  # a finalizer may decode a document while this thread holds it
 
 
 def _decode_hook(kind: Any, value: object) -> object:
@@ -287,6 +285,8 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: The text is not TOML.
     """
+    import tomllib  # reading a dataset needs none
+
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -322,6 +322,8 @@ def _nearest(kind: type[msgspec.Struct], message: str) -> str:
     unknown = re.search(r"unknown field `(.*?)`", message)
     if unknown is None:
         return ""
+    import difflib  # only for this message
+
     known = sorted({name for one in _structs(kind) for name in one.__struct_encode_fields__})
     near = difflib.get_close_matches(unknown[1], known, 1)
     return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -277,8 +277,7 @@ class MissingValues:
         return row
 
 
-@dataclass(slots=True)
-class LoaderCounts:
+class LoaderCounts(msgspec.Struct):
     """Counters of one loop. Each is a key of `Loader.stats`; times are in seconds."""
 
     assembly_blocked_s: float = 0.0  # the assembly thread waited for room
@@ -298,8 +297,7 @@ class LoaderCounts:
     transform_s: float = 0.0  # time of the assembling thread in decoding and transforms
 
 
-@dataclass(slots=True)
-class WindowCounts:
+class WindowCounts(msgspec.Struct):
     """Counters of one window; plain numbers, read without a lock."""
 
     block_loads: int = 0
@@ -311,8 +309,7 @@ class WindowCounts:
     peak_bytes: int = 0
 
 
-@dataclass(slots=True)
-class EpochCounts:
+class EpochCounts(msgspec.Struct):
     """Counters of a window since an epoch began, or since memory grew."""
 
     loads: int = 0

@@ -11,10 +11,10 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from shardkit.arrays import Int64s
@@ -34,8 +34,7 @@ _SLOT_BITS: Final = 24
 _SLOT_MASK: Final = (1 << _SLOT_BITS) - 1
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
+class _Block(msgspec.Struct, eq=False):
     """A block that is in memory, or planned to be."""
 
     number: int
@@ -156,7 +155,9 @@ class BlockWindow:
     def counts(self) -> WindowCounts:
         """Counters of all loads so far."""
         loads, num_bytes, seconds = self.queue.counts
-        return replace(self._counts, block_loads=loads, bytes_loaded=num_bytes, load_s=seconds)
+        return msgspec.structs.replace(
+            self._counts, block_loads=loads, bytes_loaded=num_bytes, load_s=seconds
+        )
 
     def is_loaded(self, block: int) -> bool:
         """Return True if a block is in memory, False if it is only queued."""

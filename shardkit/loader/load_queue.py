@@ -27,7 +27,9 @@ JOB: Final = 13
 
 # A thread takes jobs for about a millisecond, because it has to wait for the interpreter after each call.
 _MOST_JOBS: Final = 16
-_LEAST_JOBS: Final = 4  # if as many may begin; a call for each block would cost more than sharing them out evenly gains
+_LEAST_JOBS: Final = (
+    4  # if as many may begin; a call for each block would cost more than sharing them out evenly gains
+)
 _MOST_BYTES: Final = 4 << 20
 _MOST_OPEN: Final = 32  # files that stay open after they were read
 _MOST_READ: Final = 16  # files that the threads read at a time; each thread may read one
@@ -381,7 +383,7 @@ class LoadQueue:
             wanted = rows[rows[:, FILE] >= 0][:, [FILE, OFFSET, SIZE]].tolist()
             self._asked = max(self._asked, end)
             files = self._open_files([file for file, _, _ in wanted])
-        for one, (_, offset, size) in zip(files, wanted):
+        for one, (_, offset, size) in zip(files, wanted, strict=False):
             if hasattr(os, "posix_fadvise"):
                 with contextlib.suppress(OSError):
                     os.posix_fadvise(one.descriptor, offset, size, os.POSIX_FADV_WILLNEED)

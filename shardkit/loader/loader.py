@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import os
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
 import numpy as np
 
 from shardkit.errors import UsageError
@@ -94,7 +94,7 @@ class Loader:
         self.assignment, self._served = shares.assignment, shares.served
         if self._served is not None:
             weakref.finalize(self, self._served.close)
-        self._setup = dataclasses.replace(setup, holders=shares.holders)
+        self._setup = msgspec.structs.replace(setup, holders=shares.holders)
         self._rebalancer = make_rebalancer(
             config.rebalance, rank=rank, dealt=shares, record=self._record_decision
         )
@@ -416,7 +416,7 @@ class Loader:
         with contextlib.nullcontext() if loop is None else loop.turn():
             self._close_pipeline()
             self._close_resources()
-            self._setup = dataclasses.replace(self._setup, topology=topology)
+            self._setup = msgspec.structs.replace(self._setup, topology=topology)
             self.topology, self.assignment = topology, assignment
             self.live.lanes, self._memory = lanes, memory
             if "telemetry" in self.__dict__:

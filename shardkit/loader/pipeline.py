@@ -208,9 +208,8 @@ class Pipeline:
         if self._prefetch:
             self._ahead = self._behind("assembly", self._steps(), self._prefetch, "assemble")
         self._output: Iterator[StepBatches] = self._steps() if self._ahead is None else self._ahead
-        self._taken: Iterator[StepBatches] = self._outputs()
         if setup.device is not None:
-            self._taken = setup.device.feed(self._taken, lambda: self.queued[1])
+            self._output = setup.device.feed(self._output, lambda: self.queued[1])
         self._next: StepBatches | None = None
         self._waited_s = 0.0  # seconds that the next step was waited for
         self._error: Exception | None = None
@@ -237,18 +236,16 @@ class Pipeline:
             stall_s=self._setup.config.stall_s, stop=self._stop,
         )  # fmt: skip
 
-    def _outputs(self) -> Iterator[StepBatches]:
-        while True:
-            if self._process != os.getpid():
-                raise UsageError(
-                    "this loop was begun in the parent process, and its threads and blocks are there; iterate "
-                    "over the loader again to begin one here"
-                )
-            with contextlib.nullcontext() if self._work is None else self._work.trainer_waits:
-                one = next(self._output, None)
-            if one is None:
-                return
-            yield one
+    def _fetch(self) -> StepBatches | None:
+        if self._process != os.getpid():
+            raise UsageError(
+                "this loop was begun in the parent process, and its threads and blocks are there; iterate "
+                "over the loader again to begin one here"
+            )
+        if self._work is None:
+            return next(self._output, None)
+        with self._work.trainer_waits:
+            return next(self._output, None)
 
     def peek(self) -> StepBatches | None:
         """Return the next step; None after the last one, or if the pipeline was closed."""
@@ -257,7 +254,7 @@ class Pipeline:
         if self._next is None:
             started = time.perf_counter()
             try:
-                self._next = next(self._taken, None)
+                self._next = self._fetch()
             except BaseException as error:
                 if self._stopping.is_set() and isinstance(error, Exception):
                     return None  # another thread has closed the pipeline during the wait

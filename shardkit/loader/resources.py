@@ -11,10 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -407,8 +407,7 @@ class LiveLoader:
 
 
 def _numbers(counts: LoaderCounts | WindowCounts, but: str = "") -> dict[str, float]:
-    names = (one.name for one in fields(counts))
-    return {name: float(getattr(counts, name)) for name in names if name != but}
+    return {name: float(value) for name, value in msgspec.structs.asdict(counts).items() if name != but}
 
 
 def _needs_network(sources: Sources) -> bool:

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
@@ -95,8 +97,7 @@ _KINDS: Sequence[tuple[str, str, Callable[[Any], bool]]] = [
 """Checks of other settings: name, expected value, and a predicate."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sources:
+class Sources(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Access to a dataset's rows and blocks; made by `Dataset.loader`."""
 
     manifest: str  # "sha256:…"
@@ -407,8 +408,7 @@ def _from_environment(environ: Mapping[str, str]) -> Topology | None:
 # ---- what the components of a loader share
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoaderSetup:
+class LoaderSetup(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """The constant part of a loader, shared by its components: the data it reads and its settings."""
 
     plan: Plan
@@ -467,7 +467,7 @@ def make_setup(plan: Plan, sources: Sources, config: LoaderConfig) -> LoaderSetu
             is_seeded=config.rows_are_seeded,
         )  # fmt: skip
     return LoaderSetup(
-        plan=plan, sources=replace(sources, reader=sources.reader.for_fields(fields)), config=config,
+        plan=plan, sources=msgspec.structs.replace(sources, reader=sources.reader.for_fields(fields)), config=config,
         topology=topology, fields=fields,
         tensors=makes_tensors(config.tensors, on_device=config.device is not None),
         missing=MissingValues(sources.schema, fields, config.fill), function=function, device=device, mixing=mixing,

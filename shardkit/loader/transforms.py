@@ -9,11 +9,11 @@ import json
 import struct
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import methodcaller
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -73,8 +73,7 @@ SampleTransform = Callable[[dict[str, Any], "np.random.Generator"], Mapping[str,
 """Maps a sample and its own random generator to a sample."""
 
 
-@dataclass(frozen=True)
-class _OfSampleAlone:
+class _OfSampleAlone(msgspec.Struct, frozen=True, eq=False):
     """A transform that draws no random numbers."""
 
     function: Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -233,12 +232,11 @@ class RowFailure(NamedTuple):
     error: BaseException | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowFunction:
+class RowFunction(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """Function applied to each row: decode fields, then transform. Picklable if its functions are."""
 
     seed: int
-    decoders: Mapping[str, Decoder] = field(default_factory=dict)
+    decoders: Mapping[str, Decoder] = msgspec.field(default_factory=dict)
     transform: SampleTransform | None = None
     is_seeded: bool = False  # seed the global generators for each row
 

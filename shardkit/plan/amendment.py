@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -153,8 +154,7 @@ class Leg(NamedTuple):
     continues: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Change made by an amendment; fields that are None do not change.
 
     Attributes:

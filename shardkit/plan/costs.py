@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -56,8 +56,7 @@ class Codes(Protocol):
         """
 
 
-@dataclass(frozen=True, eq=False)
-class Costs:
+class Costs(msgspec.Struct, frozen=True, eq=False):
     """Costs of the samples of one manifest.
 
     Attributes:
@@ -78,8 +77,7 @@ class Costs:
         return sums
 
 
-@dataclass(frozen=True, eq=False)
-class Balance:
+class Balance(msgspec.Struct, frozen=True, eq=False):
     """Arrangement by cost of the windows of several hands of one epoch."""
 
     codes: Codes  # encoded costs of samples

@@ -7,9 +7,9 @@ caches decks and cells.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -83,8 +83,7 @@ class Hands(NamedTuple):
     window: NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class WindowDeck:
+class WindowDeck(msgspec.Struct, frozen=True, eq=False):
     """Hands whose rows are shuffled within windows of blocks.
 
     Positions count through all hands in drawing order.
@@ -151,8 +150,7 @@ class WindowDeck:
         ]
 
 
-@dataclass(frozen=True, eq=False)
-class FullDeck:
+class FullDeck(msgspec.Struct, frozen=True, eq=False):
     """Hands that are permuted as a whole; each row is computed when it is taken."""
 
     start: NDArray[np.int64]  # int64[hands + 1], position at which each hand starts

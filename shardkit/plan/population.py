@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -23,8 +23,7 @@ from shardkit.errors import PlanError
 from .deal import ragged
 
 
-@dataclass(frozen=True, eq=False)
-class Population:
+class Population(msgspec.Struct, frozen=True, eq=False):
     """Selected rows of a manifest, in manifest order (shard order, then row order).
 
     Sample numbers count selected rows in that order: segment ``i`` covers
@@ -113,8 +112,7 @@ def _valid(population: Population) -> bool:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Groups:
+class Groups(msgspec.Struct, frozen=True, eq=False):
     """Strata combined into groups, ordered by (-mass, name), with all rare strata pooled in the last group."""
 
     masses: tuple[int, ...]  # mass of each group: rows (natural weights) or weights, as Python integers
@@ -467,4 +465,4 @@ class RowSet:
     def of(self, population: Population) -> Population:
         """Return the population of the members only; its sample numbers are their ranks."""
         borders = np.concatenate(([0], np.cumsum(population.segment_rows)))
-        return replace(population, segment_rows=np.diff(self.ranks(borders)))
+        return msgspec.structs.replace(population, segment_rows=np.diff(self.ranks(borders)))
