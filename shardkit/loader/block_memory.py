@@ -20,7 +20,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.loader.batch import EpochCounts
 from shardkit.loader.settings import LoaderSetup
 
-__all__ = ["BlockMemory", "Loan", "MemoryWatch", "capacity_of", "memory_bound", "memory_needed"]
+__all__ = ["BlockMemory", "Loan", "MemoryBound", "capacity_of", "check_memory", "memory_needed"]
 
 _AHEAD: Final = 0.25  # share of the windows that is added for the next blocks
 _LEAST: Final = 1 << 20
@@ -46,18 +46,12 @@ def memory_needed(setup: LoaderSetup, lanes: int) -> int:
     return max(_LEAST, int(blocks * size * (1 + _AHEAD)))
 
 
-def memory_bound(setup: LoaderSetup, lanes: int) -> int:
-    """Return the bytes that the blocks of one process may take; workers of a rank share `config.memory`.
-
-    Raises:
-        ConfigurationError: `config.memory` is less than the lanes need.
-    """
+def check_memory(setup: LoaderSetup, lanes: int) -> None:
+    """Raise ConfigurationError if `config.memory` is less than `lanes` lanes need; workers of a rank share it."""
     config, plan, sources = setup.config, setup.plan, setup.sources
-    needed = memory_needed(setup, lanes)
     if config.memory is None:
-        whole = min(_WHOLE, sources.rows.blocks * 2 * sources.mean_block_bytes)
-        return max(needed, whole) if plan.settings.shuffle == "full" else needed
-    bound = config.memory // config.stride
+        return
+    needed, bound = memory_needed(setup, lanes), config.memory // config.stride
     if bound < needed:
         workers = f" for each of {config.stride} workers" if config.stride > 1 else ""
         raise ConfigurationError(
@@ -65,7 +59,6 @@ def memory_bound(setup: LoaderSetup, lanes: int) -> int:
             f"blocks of {sources.mean_block_bytes} bytes each and need {needed}{workers}: leave memory out, pass "
             f"at least {needed * config.stride}, or give the plan fewer lanes or a smaller window_blocks"
         )
-    return bound
 
 
 class _Piece:
@@ -123,16 +116,12 @@ class BlockMemory:
     refers to it, so a row is never copied out of a block that was loaded later.
 
     Args:
-        limit: bytes that blocks may take now, and that are kept; more may be lent.
-        bound: bytes that blocks may ever take, if the user has set it.
-        fills: blocks after use are kept up to the bound, because any step may need them again.
+        limit: bytes that are lent or kept; more may be lent.
         inherited: a forked child gets a copy of the memory, which batches need because the program may hold them.
     """
 
-    def __init__(
-        self, limit: int, *, bound: int | None = None, fills: bool = False, inherited: bool = False
-    ) -> None:
-        self._limit, self._bound, self._fills, self._inherited = limit, bound, fills, inherited
+    def __init__(self, limit: int, *, inherited: bool = False) -> None:
+        self._limit, self._inherited = limit, inherited
         self._lock = threading.Lock()
         self._returned: deque[_Piece] = deque()
         self._free: dict[int, list[_Piece]] = {}  # by capacity
@@ -145,7 +134,7 @@ class BlockMemory:
 
     @property
     def limit(self) -> int:
-        """Bytes that blocks may take now; a smaller value takes effect as steps end."""
+        """Bytes that are lent or kept; of a smaller value, memory is freed as it is returned."""
         return self._limit
 
     @limit.setter
@@ -154,29 +143,6 @@ class BlockMemory:
             self._limit = value
             self._collect()
             self._shrink(0)
-
-    @property
-    def bound(self) -> int:
-        """Bytes that blocks may ever take, if the user has set it; otherwise `limit`."""
-        return self._limit if self._bound is None else self._bound
-
-    @bound.setter
-    def bound(self, num_bytes: int) -> None:
-        self._bound = num_bytes
-        self.limit = num_bytes if self._fills else min(self._limit, num_bytes)
-
-    def make_room(self, num_bytes: int) -> bool:
-        """Raise `limit` to 1.5 times `num_bytes`, within the bound.
-
-        Returns False if it cannot grow or `num_bytes` would exceed the bound.
-        """
-        room = max(self._limit, num_bytes * 3 // 2)
-        if self._bound is not None:
-            room = min(room, self._bound)
-        if room < num_bytes or room <= self._limit:
-            return False
-        self.limit = room
-        return True
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """Return (size,) uint8 with arbitrary content."""
@@ -236,24 +202,74 @@ def capacity_of(size: int) -> int:
     return -(-size // grain) * grain
 
 
-class MemoryWatch:
-    """Lets memory grow where steps of `lanes` lanes need more, or warns if the user has bounded it.
+class MemoryBound:
+    """How many bytes the blocks of a loader take (SPEC.md §2): `pool.limit`, which grows where steps need more.
 
-    `told` are the names of warnings that were given in this process.
+    Args:
+        setup: setup of the loader.
+        lanes: number of lanes that the rank works.
+        over_network: blocks may come over a network.
+
+    Attributes:
+        pool: lends the memory.
     """
 
-    def __init__(self, setup: LoaderSetup, memory: BlockMemory, lanes: int, told: set[str]) -> None:
-        self._setup, self._memory, self._lanes, self._told = setup, memory, lanes, told
+    def __init__(self, setup: LoaderSetup, lanes: int, *, over_network: bool) -> None:
+        config, sources = setup.config, setup.sources
+        self._setup, self._lanes = setup, lanes
+        self._told: set[str] = set()  # names of warnings that were given
+        self._is_full = setup.plan.settings.shuffle == "full"
+        # blocks after use are kept up to the bound, because they came over a network or any step may need them again
+        self._fills = over_network or self._is_full
+        # bytes that blocks may ever take, if the user has set it
+        self._bound = None if config.memory is None else config.memory // config.stride
+        start = memory_needed(setup, lanes)
+        if self._bound is None:
+            if self._is_full:
+                start = max(start, min(_WHOLE, sources.rows.blocks * 2 * sources.mean_block_bytes))
+            if over_network:  # reading ahead expects blocks that are used again in memory
+                start = start * 3 // 2
+        elif self._fills:
+            start = self._bound
+        self.pool = BlockMemory(start)
+
+    @property
+    def bound(self) -> int:
+        """Bytes that blocks may ever take, if the user has set it; otherwise what they may take now."""
+        return self.pool.limit if self._bound is None else self._bound
+
+    @bound.setter
+    def bound(self, num_bytes: int) -> None:
+        self._bound = num_bytes
+        self.pool.limit = num_bytes if self._fills else min(self.pool.limit, num_bytes)
+
+    def serve(self, lanes: int) -> None:
+        """Have room for the windows of `lanes` lanes from now on."""
+        self._lanes = lanes
+        self.pool.limit = max(self.pool.limit, memory_needed(self._setup, lanes))
+
+    def _grow(self, num_bytes: int) -> bool:
+        """Raise the limit to 1.5 times `num_bytes`, within the bound.
+
+        Returns False if it cannot grow or `num_bytes` would exceed the bound.
+        """
+        room = max(self.pool.limit, num_bytes * 3 // 2)
+        if self._bound is not None:
+            room = min(room, self._bound)
+        if room < num_bytes or room <= self.pool.limit:
+            return False
+        self.pool.limit = room
+        return True
 
     def over_memory(self, step: int, needed: int) -> None:
-        """Raise the memory bound for a single step that exceeds it; if the user has set the bound, warn once."""
-        told, budget = self._told, self._memory.limit
-        if self._memory.make_room(needed) or "over_memory" in told:
+        """Have room for a single step that exceeds the limit; if the user has set the bound, warn once."""
+        before = self.pool.limit
+        if self._grow(needed) or "over_memory" in self._told:
             return
-        told.add("over_memory")
-        self._setup.events.record("over_memory", step=step, needed_bytes=needed, memory_bytes=budget)
+        self._told.add("over_memory")
+        self._setup.events.record("over_memory", step=step, needed_bytes=needed, memory_bytes=before)
         warnings.warn(
-            f"shardkit: the blocks of step {step} take {needed / 2**20:.1f} MiB, memory={budget / 2**20:.1f} MiB; they "
+            f"shardkit: the blocks of step {step} take {needed / 2**20:.1f} MiB, memory={before / 2**20:.1f} MiB; they "
             "are loaded all the same. Give the loader more memory, the plan fewer lanes, or the dataset smaller blocks "
             "(shardkit rebuild --block-size)",
             RuntimeWarning,
@@ -265,31 +281,30 @@ class MemoryWatch:
 
         If so, memory grows and True is returned; if the user has bounded it, a warning is given once.
         """
-        settings, loads, budget = self._setup.plan.settings, epoch.loads, self._memory.limit
-        full = settings.shuffle == "full"
+        loads, before, full = epoch.loads, self.pool.limit, self._is_full
         again = epoch.reloads if full else epoch.soon_again
         if "rereading" in self._told or loads < _LOADS_BEFORE_ROOM or 2 * again < loads:
             return False
-        if not full and self._memory.make_room(budget):
+        if not full and self._grow(before):
             return True
         if loads < _LOADS_BEFORE_TELLING:
             return False
         self._told.add("rereading")
-        self._setup.events.record("rereading", loads=loads, reloads=again, memory_bytes=budget)
+        self._setup.events.record("rereading", loads=loads, reloads=again, memory_bytes=before)
         if full:
             advice = (
                 'rows of all blocks are mixed with shuffle="full", so that only the whole dataset would do'
             )
         else:
             # many strata need more than the windows
-            mixed = self._lanes * settings.window_blocks * mean_block
-            needed = max(2 * budget, _ROOM_OF_WINDOWS * mixed)
+            window = self._setup.plan.settings.window_blocks
+            needed = max(2 * before, _ROOM_OF_WINDOWS * self._lanes * window * mean_block)
             advice = (
-                f"{self._lanes} lanes mix rows of {settings.window_blocks} blocks each: give the loader "
+                f"{self._lanes} lanes mix rows of {window} blocks each: give the loader "
                 f"memory={_in_mib(needed)!r}, or the plan fewer lanes or a smaller window_blocks"
             )
         warnings.warn(
-            f"shardkit: memory={_in_mib(budget)!r} is too little: of {loads} blocks that were read, {again} had been "
+            f"shardkit: memory={_in_mib(before)!r} is too little: of {loads} blocks that were read, {again} had been "
             f"read and dropped before in the same epoch; {advice}",
             RuntimeWarning,
             stacklevel=2,

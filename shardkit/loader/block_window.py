@@ -141,17 +141,6 @@ class BlockWindow:
         return self._bytes
 
     @property
-    def budget(self) -> int:
-        """Bytes that blocks may take: the limit of the memory."""
-        return self._memory.limit
-
-    @budget.setter
-    def budget(self, value: int) -> None:
-        with self._lock:
-            self._memory.limit = value
-            self._make_room(self._by_last_use(), 0, self._now)
-
-    @property
     def counts(self) -> WindowCounts:
         """Counters of all loads so far."""
         loads, num_bytes, seconds = self.queue.counts

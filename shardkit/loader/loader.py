@@ -17,7 +17,7 @@ import numpy as np
 
 from shardkit.errors import UsageError
 from shardkit.loader.batch import Batch, LoaderCounts, StepBatches
-from shardkit.loader.block_memory import memory_bound, memory_needed
+from shardkit.loader.block_memory import check_memory, memory_needed
 from shardkit.loader.gather import Allocate
 from shardkit.loader.pipeline import Pipeline
 from shardkit.loader.resources import LiveLoader, LoaderResources, Loop
@@ -57,7 +57,7 @@ class Loader:
         self._rebalancer: Rebalancer | None = None
         self.assignment: Assignment | None = None  # lanes of all ranks; None if this rank's were chosen
         lanes = self._share_lanes()
-        self._memory = memory_bound(self._setup, len(lanes))  # bytes that blocks may take at the start
+        check_memory(self._setup, len(lanes))
         self._loop: Callable[[], Loop | None] = lambda: None  # weak reference to the last loop
         self._ahead: range | None = None  # steps of the next loop, if the pipeline reads them already
         device = self._setup.device
@@ -189,9 +189,6 @@ class Loader:
     def _open_pipeline(self, numbers: range, lanes: list[int]) -> Pipeline:
         """Replace the pipeline by one that reads these steps of these lanes."""
         resources, self._ahead = self._open_resources(), None
-        resources.block_memory.limit = max(
-            resources.block_memory.limit, self.memory_needed
-        )  # more lanes, perhaps
         return resources.open_pipeline(
             numbers, lanes, self.allocate, goes_on=self.reads_on, prefetch=self.live.chosen_prefetch
         )
@@ -297,7 +294,7 @@ class Loader:
         """Return the threads and files; the first loop of each process opens them, also in a forked child."""
         resources, live, setup = self.live.resources, self.live, self._setup
         if resources is None or resources.process != os.getpid():
-            resources = live.resources = LoaderResources(setup, self._memory, self.memory_needed)
+            resources = live.resources = LoaderResources(setup, len(self.lanes))
             if setup.config.run is not None:  # imported only for loaders with a run
                 from shardkit.loader.monitoring import open_watch
 
@@ -411,14 +408,14 @@ class Loader:
         from shardkit.loader.lanes import resized_lanes
 
         topology, assignment, lanes = resized_lanes(self.plan, self._setup.config, rank, world)
-        memory = memory_bound(self._setup, len(lanes))
+        check_memory(self._setup, len(lanes))
         loop = self._loop()
         with contextlib.nullcontext() if loop is None else loop.turn():
             self._close_pipeline()
             self._close_resources()
             self._setup = msgspec.structs.replace(self._setup, topology=topology)
             self.topology, self.assignment = topology, assignment
-            self.live.lanes, self._memory = lanes, memory
+            self.live.lanes = lanes
             if "telemetry" in self.__dict__:
                 self.telemetry.rank, self.telemetry.world = topology.rank, topology.world
             if loop is not None and loop.is_under_way:

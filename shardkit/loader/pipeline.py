@@ -21,7 +21,7 @@ import numpy as np
 from shardkit.arrays import Int64s
 from shardkit.errors import UsageError
 from shardkit.loader.batch import Batch, EpochCounts, LoaderCounts, StepBatches, may_pin, to_tensors
-from shardkit.loader.block_memory import MemoryWatch
+from shardkit.loader.block_memory import MemoryBound
 from shardkit.loader.block_window import BlockWindow, GroupBlocks
 from shardkit.loader.gather import (
     Allocate,
@@ -174,7 +174,7 @@ class Pipeline:
         self,
         setup: LoaderSetup,
         window: BlockWindow,
-        memory: MemoryWatch,
+        memory: MemoryBound,
         work: RowWork | None,
         times: BlockTimes | None,
         numbers: range,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardkit.errors import UsageError
 from shardkit.loader.batch import Batch, LoaderCounts, StepBatches, WindowCounts
 from shardkit.loader.block_loading import BlockLoading
-from shardkit.loader.block_memory import BlockMemory, MemoryWatch
+from shardkit.loader.block_memory import BlockMemory, MemoryBound
 from shardkit.loader.block_window import BlockWindow
 from shardkit.loader.gather import FACTS, Allocate
 from shardkit.loader.load_queue import LoadQueue
@@ -46,44 +46,39 @@ _ROOMY_BYTES = 128 << 20  # below this bound 64 MiB of freed memory are not negl
 class LoaderResources:
     """Resources of a loader in one process: the pipeline, the window and its threads, the workers and the journal.
 
-    Blocks may take `memory` bytes (`memory_bound`); the windows of the lanes need `needed` bytes.
+    `lanes` is the number of lanes that the rank works.
     """
 
-    def __init__(self, setup: LoaderSetup, memory: int, needed: int) -> None:
+    def __init__(self, setup: LoaderSetup, lanes: int) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
         self._setup = setup
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
-        self._told: set[str] = set()  # names of messages that are given once
+        self._has_named_decoders = False
+        over_network = _needs_network(sources)
+        self.memory = MemoryBound(setup, lanes, over_network=over_network)
         self.remote: RemoteBlocks | None = None
-        bound = None if config.memory is None else memory
-        if _needs_network(sources):
+        if over_network:
             from shardkit.loader.remote_blocks import RemoteBlocks
 
-            if bound is None:  # reading ahead expects blocks that are used again in memory
-                memory = memory * 3 // 2
-            self.remote = RemoteBlocks(setup, memory)
-        # Blocks after use are kept up to the bound if they came over a network, or if any step may need them again.
-        fills = self.remote is not None or plan.settings.shuffle == "full"
-        start = memory if fills or bound is None else needed
+            self.remote = RemoteBlocks(setup, self.memory.pool.limit)
         reader = (self.remote or sources).reader
 
         self.pipeline: Pipeline | None = None  # reads for the current loop or for the next one
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
-        self.block_memory = BlockMemory(start, bound=bound, fills=fills)
         self._batch_memory = BlockMemory(0, inherited=True)
         width = 1 + FACTS * len(setup.fields)
         self._threads = config.num_threads
-        queue = LoadQueue(width, self._threads, self.block_memory)
-        load = self._load = BlockLoading(sources, reader, setup.fields, self.block_memory.take, queue)
+        queue = LoadQueue(width, self._threads, self.memory.pool)
+        load = self._load = BlockLoading(sources, reader, setup.fields, self.memory.pool.take, queue)
         if config.run is not None and config.telemetry is not None:
             self.times = load.watch()
 
         _raise_file_limit()
-        if start >= _ROOMY_BYTES:
+        if self.memory.pool.limit >= _ROOMY_BYTES:
             _keep_freed_memory()
-        self.window = BlockWindow(load, queue, self.block_memory)
+        self.window = BlockWindow(load, queue, self.memory.pool)
         self.workers: Executor | None = None
         if setup.function is not None:
             self.workers = open_workers(config.workers, self._threads, setup.function)
@@ -108,9 +103,9 @@ class LoaderResources:
         """Replace the pipeline by one that reads these steps of these lanes; see `Pipeline`."""
         self.close_pipeline()
         self.read_ahead(numbers, lanes)
-        memory = MemoryWatch(self._setup, self.block_memory, len(lanes), self._told)
+        self.memory.serve(len(lanes))
         self.pipeline = Pipeline(
-            self._setup, self.window, memory, self._row_work(allocate), self.times, numbers, lanes, allocate,
+            self._setup, self.window, self.memory, self._row_work(allocate), self.times, numbers, lanes, allocate,
             goes_on=goes_on, prefetch=prefetch,
         )  # fmt: skip
         return self.pipeline
@@ -143,8 +138,8 @@ class LoaderResources:
         if journal is not None and lanes[:1] == [0]:
             if one.step in self._stages:
                 journal.event(one.step, "stage", number=self._stages[one.step])
-            if (made_by := self._setup.made_by) and "decoders" not in self._told:
-                self._told.add("decoders")
+            if (made_by := self._setup.made_by) and not self._has_named_decoders:
+                self._has_named_decoders = True
                 journal.event(one.step, "decoders", made_by=made_by)
 
     def note_losses(self, batches: Sequence[Batch], losses: Any) -> None:
@@ -219,7 +214,7 @@ class LoaderResources:
         if self.remote is not None:
             self.remote.close()
         self.window.close()
-        self.block_memory.close()
+        self.memory.pool.close()
         self._batch_memory.close()
         if self.workers is not None:
             self.workers.shutdown(wait=True, cancel_futures=True)
@@ -385,7 +380,7 @@ class LiveLoader:
             found.update(_numbers(counts, but="last_wait_s"))
         more = {"cells": float(self.cells), "last_wait_s": counts.last_wait_s}
         if self.resources is not None:
-            more["memory_bytes"] = float(self.resources.block_memory.limit)
+            more["memory_bytes"] = float(self.resources.memory.pool.limit)
             more["verification_failures"] = float(self.resources.verification_failures)
         return dict(found) | self._now() | more
 

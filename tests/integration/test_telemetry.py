@@ -285,14 +285,14 @@ def test_settings_change_while_the_run_goes_on(roots: tuple[str, str], tmp_path:
         trainer.until(lambda: loader.stats()["bytes_from_root"] > 0)
         assert loader.stats().get("bytes_from_mirror", 0) == 0
         resources: Any = loader.resources
-        window, remote = resources.window, resources.remote
+        window, memory, remote = resources.window, resources.memory, resources.remote
         (run / "control.toml").write_text(
             '[loader]\nmemory = "2MiB"\nprefetch = 9\n[reading]\nhedge = false\n[cache]\nsize = "16MiB"\n'
             "[locations.root]\noff = true\n[locations.mirror]\nrank = -3\n[change]\nguard_s = 0\n"
         )
         trainer.until(lambda: len(events("control_changed")) >= 9)
         # 8 → 4 → 2 MiB, 4 → 8 → 9 steps, 64 → 32 → 16 MiB, and three that change at once
-        assert (window.budget, loader.live.prefetch, remote.supply.cache.limit) == (2 * MIB, 9, 16 * MIB)
+        assert (memory.bound, loader.live.prefetch, remote.supply.cache.limit) == (2 * MIB, 9, 16 * MIB)
         assert (remote.hedge, remote.location("root"), remote.location("mirror")) == (
             False,
             (0, True),
@@ -311,7 +311,7 @@ def test_settings_change_while_the_run_goes_on(roots: tuple[str, str], tmp_path:
 
         (run / "control.toml").unlink()
         trainer.until(lambda: len(events("control_changed")) >= 17)
-        assert (window.budget, loader.live.prefetch, remote.supply.cache.limit) == (8 * MIB, 4, 64 * MIB)
+        assert (memory.bound, loader.live.prefetch, remote.supply.cache.limit) == (8 * MIB, 4, 64 * MIB)
         assert (remote.hedge, remote.location("root"), remote.location("mirror")) == (
             True,
             (0, False),
@@ -325,7 +325,7 @@ def test_settings_change_while_the_run_goes_on(roots: tuple[str, str], tmp_path:
         (run / "control.toml").write_text('[loader]\nmemory = "1MiB"\n')  # less than the windows need
         trainer.until(lambda: len(events("control_refused")) >= 2)
         assert f"at least {loader.memory_needed} bytes" in events("control_refused")[1]["reason"]
-        assert window.budget == 8 * MIB
+        assert memory.bound == 8 * MIB
     assert len(events("control")) == 2
     assert events("control")[0]["changes"]["locations.root.off"] == [False, True]
     # what was trained on is the plan's, whatever was changed

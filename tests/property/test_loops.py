@@ -88,7 +88,7 @@ def test_files_that_change_after_they_were_read_change_nothing(own_root: Path) -
         expected = [_rows(loader) for _ in range(4)]
     with _loader(own_root) as loader:
         found = [_rows(loader)]
-        loader.resources.window.budget = 64 << 20
+        loader.resources.memory.pool.limit = 64 << 20
         found += [_rows(loader), _rows(loader)]  # slots of the first may have been given to others before
         _flip_everywhere(own_root)
         found += [_rows(loader)]  # all of it is in memory by now
@@ -98,8 +98,7 @@ def test_files_that_change_after_they_were_read_change_nothing(own_root: Path) -
 def test_what_is_damaged_before_it_is_read_is_found(own_root: Path) -> None:
     with _loader(own_root) as loader:
         _rows(loader)
-        loader.resources.window.budget = 0  # all of it is dropped
-        loader.resources.window.budget = 1 << 30
+        loader.close()  # what is in memory is dropped
         _flip_everywhere(own_root)
         with pytest.raises(IntegrityError, match="mismatch"):
             _rows(loader)

@@ -112,7 +112,7 @@ def test_a_later_pass_over_a_stratum_is_no_want_of_memory(tmp_path: Path) -> Non
         assert sum(len(batch.samples) for batch in loader) == 24000
         stats = loader.stats()
         assert loader.resources is not None
-        assert loader.resources.window.budget < 2 * loader.memory_needed
+        assert loader.resources.memory.pool.limit < 2 * loader.memory_needed
     assert stats["block_reloads"] > stats["block_loads"] / 2
 
 
@@ -157,7 +157,7 @@ def test_a_window_over_a_network_has_room_for_uneven_blocks_unless_it_is_bounded
         with dataset.loader(dataset.plan(global_batch=16, lanes=4), tensors=False, memory=memory) as loader:
             next(iter(loader))
             assert loader.resources is not None
-            return loader.resources.window.budget / loader.memory_needed
+            return loader.resources.memory.pool.limit / loader.memory_needed
 
     assert share(None) == 1
     # a dataset with two locations is not one folder
