@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -56,7 +57,8 @@ class Codes(Protocol):
         """
 
 
-class Costs(msgspec.Struct, frozen=True, eq=False):
+@dataclass(frozen=True, eq=False)
+class Costs:
     """Costs of the samples of one manifest.
 
     Attributes:

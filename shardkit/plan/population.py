@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -23,7 +24,8 @@ from shardkit.errors import PlanError
 from .deal import ragged
 
 
-class Population(msgspec.Struct, frozen=True, eq=False):
+@dataclass(frozen=True, eq=False)
+class Population:
     """Selected rows of a manifest, in manifest order (shard order, then row order).
 
     Sample numbers count selected rows in that order: segment ``i`` covers
@@ -465,4 +467,4 @@ class RowSet:
     def of(self, population: Population) -> Population:
         """Return the population of the members only; its sample numbers are their ranks."""
         borders = np.concatenate(([0], np.cumsum(population.segment_rows)))
-        return msgspec.structs.replace(population, segment_rows=np.diff(self.ranks(borders)))
+        return replace(population, segment_rows=np.diff(self.ranks(borders)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -47,7 +48,7 @@ def test_skipped_steps_and_states(population, shape, at, gap, weighted):  # type
 
 def test_another_manifest_begins_afresh_and_mistakes_are_named():  # type: ignore[no-untyped-def]
     population = Population.of("one", ["a", "b"], [(0, 0, 40), (0, 1, 24)], 4)
-    more = msgspec.structs.replace(population, identity="two", segment_rows=population.segment_rows * 2)
+    more = dataclasses.replace(population, identity="two", segment_rows=population.segment_rows * 2)
     parent = make_plan(population, global_batch=8, lanes=4)
     child = parent.amend(from_step=5, manifest=more)
     assert (child.step(4) == parent.step(4)).all()
@@ -74,7 +75,7 @@ def test_another_manifest_begins_afresh_and_mistakes_are_named():  # type: ignor
 def without(population: Population, removed: np.ndarray) -> Population:
     segment = np.repeat(np.arange(len(population.segment_rows)), population.segment_rows)
     gone = np.bincount(segment[removed], minlength=len(population.segment_rows))
-    return msgspec.structs.replace(
+    return dataclasses.replace(
         population, identity="sha256:without", segment_rows=population.segment_rows - gone
     )
 

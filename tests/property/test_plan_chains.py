@@ -6,12 +6,12 @@ The walk below counts how often every row came, skipped and dropped rows include
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -171,7 +171,7 @@ def changes(draw: st.DrawFn, population: Population, at: int) -> dict[str, objec
         change["global_batch"] = lanes * cell
     if "manifest" in kinds:
         rows = population.segment_rows + draw(st.integers(1, 3))
-        change["manifest"] = msgspec.structs.replace(population, identity=f"sha256:{at}", segment_rows=rows)
+        change["manifest"] = dataclasses.replace(population, identity=f"sha256:{at}", segment_rows=rows)
     if "skip" in kinds:
         change["skip"] = (at, at + draw(st.integers(1, 12)))
     return change

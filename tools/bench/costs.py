@@ -22,10 +22,10 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,7 +68,7 @@ def measure(
     shards = np.array(SHARDS if weights else [PAGES])
     sample = lengths(np.resize(shards, 1 << 16), seed)
     per_block = max(1, round(BLOCK_BYTES / (float(sample.mean()) * TOKEN_BYTES)))
-    some = msgspec.structs.replace(Population.of("", ["all"], [(0, 0, 1)], 1), mean_block_bytes=BLOCK_BYTES)
+    some = replace(Population.of("", ["all"], [(0, 0, 1)], 1), mean_block_bytes=BLOCK_BYTES)
     windows = windows or default_cost_window(some, lanes, size)
     steps = max(LEAST_STEPS, WINDOWS * windows * per_block // size)
     rows = lanes * size * steps
