@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.loader.settings import Workers
 from tests.drills import DRILLS
 
 ROWS, BATCH, LANES = 400, 40, 8
@@ -84,14 +83,6 @@ def test_ranks_threads_and_prefetch_change_no_bit(ds: shardkit.Dataset, transfor
             ) as loader:  # fmt: skip
                 got += _rows(loader)
         assert sorted(got) == whole, (world, threads)
-
-
-@pytest.mark.parametrize("workers", ["threads", "processes"])
-def test_transform_workers_change_no_bit(ds: shardkit.Dataset, workers: Workers) -> None:
-    plan = ds.plan(global_batch=BATCH, lanes=LANES, seed=3)
-    whole = _rows(ds.loader(plan, tensors=False, transform=augment, threads=1))
-    with ds.loader(plan, tensors=False, transform=augment, workers=workers, threads=2) as loader:
-        assert _rows(loader) == whole
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

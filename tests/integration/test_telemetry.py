@@ -130,11 +130,6 @@ def test_the_metrics_tell_it_too(slowed_run: Path) -> None:
     assert values['shardkit_trainer_steps_total{rank="0",worker="0"}'] == 70
 
 
-def test_what_is_no_run_is_said_without_a_traceback(tmp_path: Path) -> None:
-    for command in ("top", "dashboard"):
-        assert "is no run directory" in output_of(command, tmp_path, code=1)
-
-
 # ---- the price
 
 
