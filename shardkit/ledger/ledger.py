@@ -367,12 +367,10 @@ class LedgerState(Struct):
     @property
     def sizes(self) -> dict[str, int]:
         """Committed sizes of the files in bytes, by name."""
-        steps = len(STEPS_MAGIC) + RECORD_BYTES * self.records if self.records else 0
-        losses = LOSS_RECORD.itemsize * self.losses
         return {
-            "steps": steps,
+            "steps": len(STEPS_MAGIC) + RECORD_BYTES * self.records if self.records else 0,
             "events": self.events_bytes,
-            "losses": losses,
+            "losses": LOSS_RECORD.itemsize * self.losses,
             "loss_values": 4 * self.loss_values,
         }
 
@@ -423,10 +421,7 @@ class LedgerState(Struct):
 
 # ---- Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that other libraries can verify their proofs
 
-HASH_BYTES = 32
-
-EMPTY_ROOT = hashlib.sha256(b"").digest()
-"""Root of a tree without leaves."""
+HASH_BYTES: Final = 32
 
 
 def leaf_hash(entry: bytes) -> bytes:
@@ -466,7 +461,7 @@ class Frontier:
 
     def root(self) -> bytes:
         if not self.peaks:
-            return EMPTY_ROOT
+            return hashlib.sha256(b"").digest()
         node = self.peaks[-1]
         for peak in reversed(self.peaks[:-1]):
             node = node_hash(peak, node)
@@ -477,12 +472,11 @@ class Tree:
     """A whole tree in memory, 64 bytes per leaf, with the roots of all its sizes."""
 
     def __init__(self, leaves: Iterable[bytes] = ()) -> None:
-        sha256 = hashlib.sha256
         # level h: hashes of the complete subtrees of 2**h leaves
         self._levels = [b"".join(leaves)]
         while len(below := self._levels[-1]) >= 2 * HASH_BYTES:
             ends = range(2 * HASH_BYTES, len(below) + 1, 2 * HASH_BYTES)
-            level = (sha256(b"\1" + below[end - 2 * HASH_BYTES : end]).digest() for end in ends)
+            level = (hashlib.sha256(b"\1" + below[end - 2 * HASH_BYTES : end]).digest() for end in ends)
             self._levels.append(b"".join(level))
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.ledger.ledger import EMPTY_ROOT, Frontier, Tree, leaf_hash
+from shardkit.ledger.ledger import Frontier, Tree, leaf_hash
 
 # The reference inputs of the certificate-transparency project, carried over into transparency-dev/merkle: entries,
 # and roots of sizes 0 to 8, for the hash of RFC 6962 §2.1 / RFC 9162 §2.1.
@@ -80,4 +80,4 @@ def test_roots_of_all_sizes_are_the_defined_ones(count: int, data: st.DataObject
 
 def test_a_frontier_with_other_peaks_than_its_size_has_is_refused() -> None:
     with pytest.raises(ValueError, match="2 peaks for 4 leaves"):
-        Frontier(4, [EMPTY_ROOT, EMPTY_ROOT])
+        Frontier(4, [bytes(32), bytes(32)])
