@@ -94,11 +94,8 @@ class LocalStore(DirectStore):
         return data
 
     def head(self, name: str) -> ObjectStat | None:
-        try:
-            with self._reading(name) as file:
-                return ObjectStat(active().stat_open(file).st_size, None)
-        except NotFoundError:
-            return None
+        with self._found(name) as file:
+            return None if file is None else ObjectStat(active().stat_open(file).st_size, None)
 
     def local_path(self, name: str) -> Path | None:
         return None if self.head(name) is None else Path(self._root, name)
@@ -182,15 +179,26 @@ class LocalStore(DirectStore):
 
     @contextlib.contextmanager
     def _reading(self, name: str) -> Iterator[Handle]:
+        with self._found(name) as file:
+            if file is None:
+                raise NotFoundError(
+                    f"{name} is not in {self._root}; check the path, or run: shardkit verify {shell_word(self._root)}"
+                )
+            yield file
+
+    @contextlib.contextmanager
+    def _found(self, name: str) -> Iterator[Handle | None]:
+        """Open a file for the duration of the block; None if it does not exist."""
         components = check_name(name)
         with explained(f"read {name} in {self._root}"):
             try:
                 with self._directories.opened(components[:-1]) as folder:
-                    file = active().open_file(folder, components[-1])
+                    file: Handle | None = active().open_file(folder, components[-1])
             except FileNotFoundError:
-                raise NotFoundError(
-                    f"{name} is not in {self._root}; check the path, or run: shardkit verify {shell_word(self._root)}"
-                ) from None
+                file = None
+            if file is None:
+                yield None
+                return
             try:
                 check_regular(active().stat_open(file), file.path)
                 yield file

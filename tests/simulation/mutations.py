@@ -292,27 +292,26 @@ MUTATIONS: Final[dict[str, Patch]] = {
 """What is taken out → how."""
 
 FOUND_BY: Final[dict[str, int]] = {
-    "a lost answer counts as a commit": 227,
-    "any entry counts as ours": 13_119,
-    "put-if-absent puts over": 28,
-    "a copy is not checked": 3,
-    "blocks are not checked": 2,
+    "a lost answer counts as a commit": 19,
+    "put-if-absent puts over": 21,
+    "a copy is not checked": 1,
+    "blocks are not checked": 32,
     "only main is alive": 7,
     "selections are garbage": 7,
     "indexes are garbage": 1,
     "erasing deletes before it commits": 4,
     "files are not synced": 6,
-    "a file's name is not synced": 38,
+    "a file's name is not synced": 6,
     "a folder's name is not synced": 38,
-    "a version is committed before its indexes are there": 1,
+    "a version is committed before its indexes are there": 2,
     "the last commit wins": 4,
     "marking ignores tags": 9,
     "repair believes what is there": 3,
-    "a killed erasure is forgotten": 3,
-    "tags may be moved": 270,
+    "a killed erasure is forgotten": 4,
+    "tags may be moved": 120,
     "replication forgets pages": 1,
-    "repair passes over indexes": 46,
-    "what exists after a lost answer is ours": 3_681,
+    "repair passes over indexes": 9,
+    "what exists after a lost answer is ours": 448,
 }
 """Mutation → the first seed that finds it."""
 

@@ -94,8 +94,8 @@ class World:
         rebuilt: names of those of them of which parity alone was left.
         erased: numbers of rows that nobody may find any more in the end.
         gone: those of them of which nothing was left.
-        erased_versions: manifests of which an erasure has noted that others take their places.
-        too_late: those of them to which a ref or tag was moved after that; what they need is not kept.
+        erased_objects: objects of which an erasure has noted that it deletes them.
+        too_late: versions that need one of them and were named after that; what they need is not kept.
         was_moved: whether locations were given other shares, so that some have more than is theirs.
         erasing: numbers of rows that somebody is about to erase, and never builds again.
         built_again: numbers of rows that nobody erases.
@@ -126,7 +126,7 @@ class World:
         self.erased: set[int] = set()
         self.was_moved = False
         self.gone: set[int] = set()
-        self.erased_versions: set[str] = set()
+        self.erased_objects: set[str] = set()
         self.too_late: set[str] = set()
         self.erasing: set[int] = set()
         self.built_again: set[int] = set()
@@ -299,7 +299,7 @@ class World:
         elif name.startswith(_LOG):
             self._log_changed(bucket, name, after)
         elif name.startswith("erasures/") and name.endswith("/objects.json") and after is not None:
-            self.erased_versions |= json.loads(after.data)["report"]["versions"].keys()
+            self.erased_objects.update(json.loads(after.data)["report"]["objects"])
         elif (
             name == IDENTITY_NAME
             and after is not None
@@ -355,10 +355,10 @@ class World:
             raise Violated(f"main was {old}; its successor {new} follows {parent}: an update is lost")
 
     def _note_too_late(self, before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> None:
-        """A commit that races with an erasure may name a version that is going (SPEC.md of shardkit.dataset §10)."""
+        """A commit that races with an erasure may name a shard that is going (SPEC.md of shardkit.dataset §10)."""
         known = {*before["refs"].values(), *before["tags"].values()}
         named = {*after["refs"].values(), *after["tags"].values()}
-        self.too_late |= (named - known) & self.erased_versions
+        self.too_late |= {one for one in named - known if self.needs(one) & self.erased_objects}
 
     def rows_left(self, erased: Iterable[int]) -> list[str]:
         """Objects in which the text of an erased row still is."""
