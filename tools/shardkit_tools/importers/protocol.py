@@ -428,7 +428,6 @@ class FileImporter:
     name: str = ""  # name of the importer in the recipe
     # every file is read once as a whole and passed to the `FileObserver`
     reads_whole_files: ClassVar[bool] = False
-
     has_own_fields: ClassVar[bool] = False  # each row names its fields, so that all may lack an optional one
 
     source: Source  # the files
@@ -460,9 +459,8 @@ class FileImporter:
         order = list(names)
         if set(order) != set(sources) or order == list(sources):
             return self
-        return replace(
-            self, fields=SourceSchema({sources[name]: self.fields[sources[name]] for name in order})
-        )
+        fields = {sources[name]: self.fields[sources[name]] for name in order}
+        return replace(self, fields=SourceSchema(fields))
 
     def files(self) -> Sequence[SourceFile]:
         return self.source.files
