@@ -111,7 +111,7 @@ def collect(
         IntegrityError: The log of a copy has entries that the root's lacks.
         StoreError: A location does not answer, so that its log cannot be compared.
     """
-    work = _Collector(repository, report)
+    work = Collector(repository, report)
     done, store = work.done, work.store
     if any(name.endswith("/plan.json") for name in store.list_after("erasures/")):
         raise UsageError(
@@ -185,15 +185,21 @@ def end_deletion(repository: Repository, deletion: Deletion) -> bool:
     return repository.append(change, repository.head(), "garbage: deleted") is not None
 
 
-class _Collector:
-    """One call of `collect`, over all locations."""
+class Collector:
+    """Deletes objects in all locations; also for an erasure.
 
-    def __init__(self, repository: Repository, report: DeletionProgress | None) -> None:
+    Attributes:
+        store: store of the root.
+        found: the locations.
+        done: what was done.
+    """
+
+    def __init__(self, repository: Repository, report: DeletionProgress | None = None) -> None:
         self._repository, self._report, self.done = repository, report, Collection()
         self.store = root_store(repository.store)
-        self._found = Holdings(repository)
+        self.found = Holdings(repository)
         self._is_listed = False
-        self.done.unreachable = dict(self._found.problems)
+        self.done.unreachable = dict(self.found.problems)
 
     def check_logs(self) -> None:
         """Raise an error if a copy's log has entries that the root's lacks, or cannot be compared with it."""
@@ -203,17 +209,17 @@ class _Collector:
                 f"location {name!r}: {why}; its log cannot be compared with the root's, so nothing is deleted; mount "
                 f"or repair it, or take it out: shardkit place {shell_word(url)} --forget {name}"
             )
-        for name, location in self._found.stores.items():
+        for name, location in self.found.stores.items():
             conflict = "" if name == ROOT_NAME else log_conflict(self.store, location.store)
             if conflict:
                 raise IntegrityError(f"nothing was deleted: {conflict}")
 
     def list_objects(self) -> set[str]:
         """Return the objects that the locations list."""
-        self._found.fill()
+        self.found.fill()
         self._is_listed = True
-        self.done.unreachable |= self._found.problems
-        return set().union(*self._found.held.values())
+        self.done.unreachable |= self.found.problems
+        return set().union(*self.found.held.values())
 
     def collect(self, names: Callable[[LogEntry | None], Sequence[str]]) -> None:
         """Announce the deletion of `names` in the log, and delete them."""
@@ -226,21 +232,27 @@ class _Collector:
         deletion = announce_deletion(self._repository, chosen)
         if deletion is not None and self._delete(deletion):
             end_deletion(self._repository, deletion)
-            mirror(self._found)
-            for name, one in self._found.all.items():
+            mirror(self.found)
+            for name, one in self.found.all.items():
                 if one.state == "failed":
                     self.done.unreachable.setdefault(name, one.problem)
 
     def finish_killed(self, grace_s: int) -> None:
-        """Finish a deletion that was announced a grace period ago: its collector was killed.
+        """Finish a deletion that was announced a grace period ago: its collector was killed."""
+        found = (self._repository.head() or NO_COMMIT).deletion
+        if found is not None and not found.is_ended:
+            if time.time() - seconds_of(self._time_of(found)) < grace_s:
+                self._refuse_second(found)
+            self.take_over()
+
+    def take_over(self) -> None:
+        """Finish the deletion that is under way, if any.
 
         It is announced again, so that a collector that is still alive notices and stops.
         """
         found = (self._repository.head() or NO_COMMIT).deletion
         if found is None or found.is_ended:
             return
-        if time.time() - seconds_of(self._time_of(found)) < grace_s:
-            self._refuse_second(found)
         since = time.monotonic()
         names: Sequence[str] = ()
         with contextlib.suppress(
@@ -278,10 +290,10 @@ class _Collector:
         done, checked = self.done, time.monotonic()
         names = read_list(self.store, deletion)
         ordered = sorted(names, key=lambda name: (parse_object_name(name)[1] not in _FIRST, name))
-        locations = sorted(self._found.stores.values(), key=lambda one: one.name == ROOT_NAME)
+        locations = sorted(self.found.stores.values(), key=lambda one: one.name == ROOT_NAME)
         total, gone = len(ordered) * len(locations), 0
         for location in locations:
-            held = self._found.held[location.name]
+            held = self.found.held[location.name]
             for name in ordered:
                 if time.monotonic() - checked > _CHECK_EVERY_S:
                     if (self._repository.head() or NO_COMMIT).deletion != deletion:

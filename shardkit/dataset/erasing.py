@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from shardkit.copies.collecting import Collector
 from shardkit.copies.placement import Holdings
 from shardkit.copies.replicate import commit
 from shardkit.dataset.rewriting import ErasureJournal, ErasurePlan, ErasureReport, Rewriter, unfinished_plans
@@ -29,11 +30,12 @@ from shardkit.manifest import Manifest, merge
 from shardkit.reading.inventory import walk_versions
 from shardkit.reading.objects import ROOT_NAME, check_object
 from shardkit.reading.parity.sets import SetRecord, sets_that_hold
-from shardkit.repository.locations import read_table
+from shardkit.repository.garbage import MAX_NAMES
+from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import Version, find_part, put_manifest
 from shardkit.stores.file_operations import FOLDER
-from shardkit.stores.store import object_name, parse_object_name, root_store
+from shardkit.stores.store import object_name, parse_object_name
 
 _ATTEMPTS = 20
 _MAX_ROWS = 10**6
@@ -250,17 +252,30 @@ def _read_log(repository: Repository, plan: ErasurePlan, report: ErasureReport) 
 
 
 def _delete(repository: Repository, report: ErasureReport) -> None:
-    """Delete objects that the old versions needed and no other version needs."""
+    """Delete objects that the old versions needed and no other version needs, in all locations.
+
+    As for garbage, the log announces the deletion, so that no commit that was prepared before names one of them.
+    """
     if not report.objects:
         return
-    survey = StoreSurvey(repository)
-    live = survey.live(without=set(report.versions))
-    delete_parity(repository, report, live)
-    for name in report.objects:
-        if name not in live:
-            repository.store.delete(name)
+    work = Collector(repository)
+    work.take_over()  # from an erasure that was killed, or from a collection, which stops
+    noted, live = sorted(report.objects), set[str]()
+
+    def needed() -> set[str]:
+        return StoreSurvey(repository).live(without=set(report.versions))
+
+    delete_parity(repository, report, needed())
+    for first in range(0, len(noted), MAX_NAMES):
+
+        def going(_head: LogEntry | None, first: int = first) -> list[str]:
+            live.clear()
+            live.update(needed())
+            return [name for name in noted[first : first + MAX_NAMES] if name not in live]
+
+        work.collect(going)
     report.objects = sorted(set(report.objects) - live)
-    delete_from_copies(repository, report.objects, live, report.not_reached)
+    delete_leftovers(work, live, report.not_reached)
 
 
 def _scratch(repository: Repository) -> list[str]:
@@ -329,47 +344,37 @@ def _check_others(repository: Repository, records: Sequence[SetRecord], named: s
             )
 
 
-def delete_from_copies(
-    repository: Repository, names: Sequence[str], live: set[str], not_reached: list[str]
-) -> None:
-    """Delete objects, and parity that the root lacks, from every location of a root.
+def delete_leftovers(work: Collector, live: set[str], not_reached: list[str]) -> None:
+    """Delete parity that the root lacks from all copies, and note other objects there that may hold the rows.
 
     Raises:
         StoreError: A location failed; the message says how to continue.
     """
-    root = root_store(repository.store)
-    table = read_table(root, repository.id)
-    if table is None:
-        return
-    found = Holdings(repository, table.others)
-    problems = dict(found.problems)
-    for location, place in found.stores.items():
-        if location == ROOT_NAME:
+    problems, url = dict(work.done.unreachable), work.store.url
+    for name, location in work.found.stores.items():
+        if name == ROOT_NAME or name in problems:
             continue
+        store = location.store
         try:
-            held = set(place.store.list_after("objects/"))
-            parity = sorted(
-                {name for name in held if name.endswith(".parity")} | set(place.store.list_after("parity/"))
-            )
+            held = set(store.list_after("objects/"))
             # A killed erasure may not have recorded the parity that it deleted; parity that the root lacks
             # was deleted.
-            for name in [*names, *(name for name in parity if root.head(name) is None)]:
-                if name in held or name in parity:
-                    place.store.delete(name)
-            orphans = [name for name in held - live - set(names) if _may_hold_rows(name)]
+            parity = {one for one in held if one.endswith(".parity")} | set(store.list_after("parity/"))
+            gone = [one for one in sorted(parity) if work.store.head(one) is None]
+            for one in gone:
+                store.delete(one)
+            orphans = [one for one in held.difference(live, gone) if _may_hold_rows(one)]
         except ShardkitError as error:
-            problems[location] = str(error)
+            problems[name] = str(error)
             continue
         if orphans:
-            note = f"{len(orphans)} objects in location {location} that no version names may hold the rows: shardkit gc"
-            if note not in not_reached:
-                not_reached.append(note)
+            text = f"{len(orphans)} objects in location {name} that no version names may hold the rows: shardkit gc"
+            _add(not_reached, text)
     if problems:
         told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise StoreError(
-            f"{repository.url}: the rows are erased but for {len(problems)} locations ({told}); when they are back, "
-            f"run: shardkit remove {shell_word(repository.url)} --resume; if they never will be: "
-            f"shardkit place {shell_word(repository.url)} "
+            f"{url}: the rows are erased but for {len(problems)} locations ({told}); when they are back, run: "
+            f"shardkit remove {shell_word(url)} --resume; if they never will be: shardkit place {shell_word(url)} "
             "--forget NAME, then --resume"
         )
 

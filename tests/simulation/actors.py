@@ -344,11 +344,6 @@ def settle(world: World) -> None:
         IntegrityError
     ):  # damage stops an erasure; it must not go on over it, and says: run shardkit repair
         is_stopped = True
-    if world.too_late & set(world.head().values()):
-        clock.trace.append(
-            "==== a ref names a version that was erased before it was named: SPEC.md of dataset §10"
-        )
-        return
     # where nothing rotted, replicate alone must do as well
     if is_stopped or world.damaged or clock.random.random() < 0.5:
         mended = repair(world.root, level="read")

@@ -87,11 +87,21 @@ _COMMIT: Final = erasing._commit
 _MARK_LIVE: Final = collecting.mark_live
 
 
+class _CollectorOfRoot(collecting.Collector):
+    """Deletes in the root alone."""
+
+    def __init__(self, repository: Any) -> None:
+        super().__init__(repository)
+        self.found.stores = {
+            name: one for name, one in self.found.stores.items() if name == objects.ROOT_NAME
+        }
+
+
 def _delete_first(repository: Any, plan: Any, report: Any) -> None:
     """Objects are deleted before the commit that lets go of them."""
-    for name in report.objects:
-        repository.store.delete(name)
-    erasing.delete_from_copies(repository, report.objects, set(), [])
+    for location in placement.Holdings(repository).stores.values():
+        for name in report.objects:
+            location.store.delete(name)
     _COMMIT(repository, plan, report)
 
 
@@ -272,7 +282,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "indexes are garbage": _marked(".index"),
     "erasing trusts the root's versions": _replaced(store_survey.StoreSurvey, "__init__", _root_alone),
     "erasing deletes before it commits": _replaced(erasing, "_commit", _delete_first),
-    "erasing forgets the copies": _replaced(erasing, "delete_from_copies", _nothing),
+    "erasing forgets the copies": _replaced(erasing, "Collector", _CollectorOfRoot),
     "files are not synced": _publishing("name", "folder"),
     "files are named before they are synced": _publishing("name", "file", "folder"),
     "a file's name is not synced": _publishing("file", "name"),

@@ -94,8 +94,6 @@ class World:
         rebuilt: names of those of them of which parity alone was left.
         erased: numbers of rows that nobody may find any more in the end.
         gone: those of them of which nothing was left.
-        erased_objects: objects of which an erasure has noted that it deletes them.
-        too_late: versions that need one of them and were named after that; what they need is not kept.
         was_moved: whether locations were given other shares, so that some have more than is theirs.
         erasing: numbers of rows that somebody is about to erase, and never builds again.
         built_again: numbers of rows that nobody erases.
@@ -126,8 +124,6 @@ class World:
         self.erased: set[int] = set()
         self.was_moved = False
         self.gone: set[int] = set()
-        self.erased_objects: set[str] = set()
-        self.too_late: set[str] = set()
         self.erasing: set[int] = set()
         self.built_again: set[int] = set()
         self.next_row = start.rows
@@ -187,7 +183,7 @@ class World:
 
     def needed(self) -> frozenset[str]:
         """Names of all objects that some ref or tag needs."""
-        return frozenset().union(*map(self.needs, set(self.head().values()) - self.too_late))
+        return frozenset().union(*map(self.needs, set(self.head().values())))
 
     def residue(self) -> list[str]:
         """Objects that no ref or tag needs, parity aside."""
@@ -298,8 +294,6 @@ class World:
             self._object_changed(bucket, name, before, after)
         elif name.startswith(_LOG):
             self._log_changed(bucket, name, after)
-        elif name.startswith("erasures/") and name.endswith("/objects.json") and after is not None:
-            self.erased_objects.update(json.loads(after.data)["report"]["objects"])
         elif (
             name == IDENTITY_NAME
             and after is not None
@@ -334,9 +328,8 @@ class World:
             raise Violated(f"{name} does not follow the entry before it")
         if entry["n"] > 1:
             self._check_moves(json.loads(before), entry)
-            self._note_too_late(json.loads(before), entry)
         self.archive[name] = after.data
-        for manifest in sorted({*entry["refs"].values(), *entry["tags"].values()} - self.too_late):
+        for manifest in sorted({*entry["refs"].values(), *entry["tags"].values()}):
             lost = [one for one in sorted(self.needs(manifest)) if self.is_lost(one)]
             if lost:
                 raise Violated(f"{name} names {manifest}, of which {lost[0]} is nowhere")
@@ -353,12 +346,6 @@ class World:
         parent = manifest.get("parent", old)
         if parent != old and "erased" not in manifest["build"]:
             raise Violated(f"main was {old}; its successor {new} follows {parent}: an update is lost")
-
-    def _note_too_late(self, before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> None:
-        """A commit that races with an erasure may name a shard that is going (SPEC.md of shardkit.dataset §10)."""
-        known = {*before["refs"].values(), *before["tags"].values()}
-        named = {*after["refs"].values(), *after["tags"].values()}
-        self.too_late |= {one for one in named - known if self.needs(one) & self.erased_objects}
 
     def rows_left(self, erased: Iterable[int]) -> list[str]:
         """Objects in which the text of an erased row still is."""
