@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import shardkit
 import shardkit_tools.building.rebuilding as rebuilding
+from shardkit.copies import collecting
 from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.verify import verify
 from shardkit.dataset.deriving import merge_datasets
@@ -281,3 +282,51 @@ def test_a_tag_that_races_is_withdrawn_before_anything_is_deleted(
     assert named
     assert not any(named)
     assert "late" not in Repository.open(tmp_path).tags
+
+
+@pytest.mark.parametrize("moment", ["before the announcement", "while objects are deleted", "after the end"])
+def test_a_version_prepared_before_an_erasure_is_not_committed_over_what_it_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    make(tmp_path, range(32))
+    view, writer = shardkit.open(tmp_path).select(where="n < 20"), Repository.open(tmp_path)
+    put_selected(writer, view.manifest, view.table, view._selections or {})
+    told: list[str] = []
+
+    def commit_late() -> None:
+        if not told:
+            told.append("")
+            try:
+                writer.commit({"late": view.manifest.id}, message="late")
+                told[0] = "committed"
+            except CommitConflict as error:
+                told[0] = str(error)
+
+    put_list, delete = collecting.put_list, LocalStore.delete
+
+    def listed(*given: Any) -> Any:
+        commit_late()
+        return put_list(*given)
+
+    def deleted(self: LocalStore, name: str) -> None:
+        if name.startswith("objects/"):
+            commit_late()
+        delete(self, name)
+
+    if moment == "before the announcement":
+        monkeypatch.setattr(collecting, "put_list", listed)
+    elif moment == "while objects are deleted":
+        monkeypatch.setattr(LocalStore, "delete", deleted)
+    erase(str(tmp_path), keys=["key-00003"], reason="asked for")
+    commit_late()
+    left = {f"key-{number:05d}" for number in range(32) if number != 3}
+    assert contents(str(tmp_path)).keys() == left
+    if moment == "before the announcement":
+        assert told == ["committed"]
+        assert contents(f"{tmp_path}@late").keys() == {key for key in left if key < "key-00020"}
+    else:
+        assert "deleted" in told[0]
+        assert "run the same command again" in told[0]
+        assert "late" not in Repository.open(tmp_path).refs
+    assert search(tmp_path, 3) == []
+    assert verify(str(tmp_path)).exit_code == 0
