@@ -158,7 +158,8 @@ def check_not_deleted(
     under_way = None if newest.is_ended else newest
     try:
         going = set(read_list(store, under_way)) if under_way else set[str]()
-        gone = {name for one in found if one != under_way for name in read_list(store, one)} - going
+        ended = sorted((one for one in found if one != under_way), key=lambda one: one.begun)
+        gone = {name for one in ended for name in read_list(store, one)} - going
         needed = {name for one in walk_versions(store, versions) for name, _ in one.names()}
     except ShardkitError as error:
         raise CommitConflict(

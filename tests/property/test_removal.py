@@ -20,6 +20,7 @@ from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.selecting import put_selected
 from shardkit.errors import CommitConflict, IntegrityError, NotFoundError, UsageError
+from shardkit.repository import garbage
 from shardkit.repository.policy import LocationRecord, Policy
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore
@@ -302,7 +303,7 @@ def test_a_version_prepared_before_an_erasure_is_not_committed_over_what_it_dele
             except CommitConflict as error:
                 told[0] = str(error)
 
-    put_list, delete = collecting.put_list, LocalStore.delete
+    put_list, delete = garbage.put_list, LocalStore.delete
 
     def listed(*given: Any) -> Any:
         commit_late()
