@@ -244,7 +244,7 @@ def _open_copies(
     more: Sequence[LocationRecord],
     found: Documents,
 ) -> None:
-    """Open the copies that the root's table records, and those that the caller names."""
+    """Open the copies that the root's table records, and further locations that the caller names."""
     copies = found.copies
     for record in (*recorded, *more):
         copies.pop(record.name, None)

@@ -69,7 +69,7 @@ def replace(path: Path, data: bytes) -> None:
 def lock_holder(path: Path) -> int:
     """Return the id of the process of this machine that holds the lock (`flock`) of a file; 0 if none is known.
 
-    The kernel's table names only processes that this process can see: a lock that a machine left behind in a network
+    The kernel's table names only processes that this process can see: a lock that a machine left in a network
     file system has no holder.
     """
     try:

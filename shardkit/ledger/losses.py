@@ -55,7 +55,7 @@ class Losses:
             )
         self._ends = np.cumsum(self._records["count"], dtype=np.int64)
         numbers = _consumed(ledger, self._records)
-        # numbers of the records, by step; those of one step in the order of merging
+        # numbers of the records, by step, and within a step in the order of merging
         self._numbers = numbers[np.argsort(self._records["step"][numbers], kind="stable")]
         self._steps = self._records["step"][self._numbers]
         first = np.flatnonzero(np.diff(self._steps, prepend=-1))
@@ -65,7 +65,7 @@ class Losses:
             if len(first) else np.empty(0) for name in ("total", "count")
         )  # fmt: skip
         self.means: Float64s = totals / np.maximum(1, counts)
-        for step in self._repeated_steps():  # few: only those that a restart repeated
+        for step in self._repeated_steps():  # few: a restart repeats few steps
             self.means[np.searchsorted(self.steps, step)] = float(self.of_step(step)[1].mean())
 
     def _repeated_steps(self) -> list[int]:
@@ -162,7 +162,7 @@ def former_losses(ledger: Ledger, first: int, end: int) -> Iterator[Losses]:
 
 
 def digest_of_losses(ledger: Ledger, records: LossRecords, first: int) -> str:
-    """Return "sha256:…" over consecutive records and their losses, of which `first` is the number of the first."""
+    """Return "sha256:…" over consecutive records, from number `first` on, and their losses."""
     digest = hashlib.sha256(records.tobytes())
     end = first + int(records["count"].sum(dtype=np.int64))
     for at in range(first, end, _READ):
