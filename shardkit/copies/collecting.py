@@ -237,22 +237,22 @@ class Collector:
                 if one.state == "failed":
                     self.done.unreachable.setdefault(name, one.problem)
 
-    def finish_killed(self, grace_s: int) -> None:
-        """Finish a deletion that was announced a grace period ago: its collector was killed."""
+    def finish_killed(self, grace_s: int | None) -> None:
+        """Finish a deletion that was announced a grace period ago: its collector was killed.
+
+        With None, a deletion of any age is finished, whatever the clock says.
+        """
         found = (self._repository.head() or NO_COMMIT).deletion
         if found is not None and not found.is_ended:
-            if time.time() - seconds_of(self._time_of(found)) < grace_s:
+            if grace_s is not None and time.time() - seconds_of(self._time_of(found)) < grace_s:
                 self._refuse_second(found)
-            self.take_over()
+            self._take_over(found)
 
-    def take_over(self) -> None:
-        """Finish the deletion that is under way, if any.
+    def _take_over(self, found: Deletion) -> None:
+        """Finish a deletion.
 
         It is announced again, so that a collector that is still alive notices and stops.
         """
-        found = (self._repository.head() or NO_COMMIT).deletion
-        if found is None or found.is_ended:
-            return
         since = time.monotonic()
         names: Sequence[str] = ()
         with contextlib.suppress(

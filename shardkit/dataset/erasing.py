@@ -259,7 +259,7 @@ def _delete(repository: Repository, report: ErasureReport) -> None:
     if not report.objects:
         return
     work = Collector(repository)
-    work.take_over()  # from an erasure that was killed, or from a collection, which stops
+    work.finish_killed(None)  # of an erasure that was killed, or of a collection, which stops
     noted, live = sorted(report.objects), set[str]()
 
     def needed() -> set[str]:
