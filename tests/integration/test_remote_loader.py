@@ -249,6 +249,32 @@ def test_a_client_that_repeats_nothing_asks_again_with_a_new_token(
         store.get("shardkit.json", max_bytes=1 << 20)
 
 
+@pytest.mark.parametrize("checksums", [False, True], ids=["obstore", "boto3"])
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        (
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+            "http://127.0.0.1:9/credentials",
+            "issues credentials gave none",
+        ),
+        ("AWS_PROFILE", "nobody", "no such AWS profile"),
+        ("AWS_CONFIG_FILE", __file__, "configuration file is unusable"),
+    ],
+)
+def test_credentials_that_cannot_be_found_are_told(
+    root: str, monkeypatch: pytest.MonkeyPatch, checksums: bool, variable: str, value: str, told: str
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, value)
+    opened = open_store(root)
+    assert isinstance(opened, ObjectStore)
+    store = opened.with_retry(RetryPolicy(deadline_s=0))
+    with pytest.raises(StoreError, match=told):
+        store.head("shardkit.json") if checksums else store.get("shardkit.json", max_bytes=1 << 20)
+
+
 def test_a_token_that_expires_in_mid_epoch(
     proxy: FaultProxy, root: str, tmp_path: Path, issuer: Issuer, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -237,17 +237,24 @@ def s3_options() -> dict[str, Any]:
         options |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
     region = found.get("AWS_REGION") or found.get("AWS_DEFAULT_REGION")
     if importlib.util.find_spec("boto3") is not None:
-        import boto3
-
-        session = boto3.Session()
+        session, has_credentials = _open_session()
         region = region or session.region_name
-        if session.get_credentials() is None:
+        if not has_credentials:
             options["skip_signature"] = True  # a public bucket
         else:
             # boto3 finds profiles, roles and single sign-on, and renews expiring credentials
             providers = importlib.import_module("obstore.auth.boto3")
             options["credential_provider"] = providers.Boto3CredentialProvider(session, ttl=_TOKEN_LIFE)
     return options | {"region": region or "us-east-1"}
+
+
+@classified()
+def _open_session() -> tuple[Any, bool]:
+    """Return boto3's session for the environment, and False if there are no credentials, as for a public bucket."""
+    import boto3
+
+    session = boto3.Session()
+    return session, session.get_credentials() is not None
 
 
 def google_options(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -269,11 +276,10 @@ class Boto3Client:
     """S3 through boto3."""
 
     def __init__(self, address: Address, retry: RetryPolicy) -> None:
-        import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
 
-        session = boto3.Session()
+        session, has_credentials = _open_session()
         settings: dict[str, Any] = {
             "retries": {"total_max_attempts": 1},
             "connect_timeout": min(10.0, retry.attempt_s),
@@ -282,7 +288,7 @@ class Boto3Client:
         }
         if os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
             settings["s3"] = {"addressing_style": "path"}
-        if session.get_credentials() is None:
+        if not has_credentials:
             settings["signature_version"] = UNSIGNED
         region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
         self._s3: Any = session.client("s3", region_name=region, config=Config(**settings))

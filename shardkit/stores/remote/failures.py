@@ -32,6 +32,8 @@ _BY_NAME: Final[dict[str, Kind]] = {
     "PermissionDeniedError": "denied",
     "UnauthenticatedError": "denied",
     "PermissionError": "denied",
+    "ProfileNotFound": "refused",
+    "ConfigParseError": "refused",
 }
 _BY_STATUS: Final[dict[int, Kind]] = {
     401: "denied",
@@ -78,7 +80,7 @@ class Failure(Exception):
     @property
     def advice(self) -> str:
         """Next action, for messages."""
-        return _ADVICE.get(self.kind, "check bucket, endpoint and region, then run it again")
+        return _ADVICE.get(self.kind, "check bucket, endpoint, region and credentials, then run it again")
 
 
 def classify(error: BaseException) -> Failure:
@@ -128,6 +130,9 @@ def _short(error: BaseException, text: str) -> str:
     """Describe an error without status and code, which means that the request got no answer."""
     lowered = text.lower()
     for word, meaning in (
+        ("retrieving credentials", "the service that issues credentials gave none"),
+        ("config profile", "there is no such AWS profile (AWS_PROFILE)"),
+        ("config file", "the AWS configuration file is unusable"),
         ("timed out", "timed out"),
         ("kind: timeout", "timed out"),
         ("read timeout", "timed out"),
