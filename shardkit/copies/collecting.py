@@ -18,7 +18,6 @@ from typing import Any, Final
 import msgspec
 
 from shardkit.copies.placement import Holdings
-from shardkit.copies.repair import log_conflict
 from shardkit.copies.replicate import mirror
 from shardkit.documents import seconds_of
 from shardkit.errors import (
@@ -41,6 +40,7 @@ from shardkit.repository.garbage import (
     read_marks,
     write_marks,
 )
+from shardkit.repository.locations import log_conflict
 from shardkit.repository.log import NO_COMMIT, Deletion, LogEntry, read_entry
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -48,13 +48,13 @@ from shardkit.repository.locations import (
     SPARE_NAME,
     find_sibling_copies,
     location_of,
+    mirror_log,
     read_mark,
     read_table,
     repository_id,
     spare_bytes,
 )
-from shardkit.repository.log import LOG_FOLDER, MAX_ENTRY_BYTES, LogEntry
-from shardkit.repository.policy import LocationRecord, LocationTable, Parity
+from shardkit.repository.policy import LocationRecord, Parity
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore, check_vacant, open_store
 from shardkit.stores.store import Store, parse_object_name, put_over, root_store
@@ -241,64 +241,13 @@ def _repair_parity(walk: CopyWalk) -> None:
         replace_copies(walk, walk.find_bad(walk.need_parity(new), lambda _: "read"))
 
 
-# ---- Documents and logs of copies
+# ---- Documents of copies
 
 _MAX_ERASURE_BYTES: Final = 2**28
 _MAX_PLACE_BYTES: Final = 2**20
 
 _MIRRORED: Final = ("locations/", "parity/", "erasures/")
 """Folders of small documents that copies get from the root."""
-
-
-def log_conflict(root: Store, copy: Store) -> str:
-    """Return why a copy's log is not the beginning of the root's, "" if it is."""
-    return _compare_logs(root, copy)[0]
-
-
-def log_conflicts(root: Store, table: LocationTable) -> Iterator[str]:
-    """Yield the conflicts of the logs of all copies. Copies that do not answer or have no mark are skipped."""
-    for record in table.others:
-        with contextlib.suppress(ShardkitError):
-            copy = location_of(record).store
-            conflict = log_conflict(root, copy) if read_mark(copy) is not None else ""
-            if conflict:
-                yield conflict
-
-
-def _compare_logs(root: Store, copy: Store) -> tuple[str, list[str]]:
-    """Return the conflict between two logs, "" if there is none, and the names of the entries that the copy lacks.
-
-    The copy is listed first, because a concurrent commit reaches the root before it reaches a copy.
-    """
-    held, own = set(copy.list_after(LOG_FOLDER)), set(root.list_after(LOG_FOLDER))
-    foreign, last = sorted(held - own), max(held, default="")
-    conflict = ""
-    if foreign:
-        conflict = f"{copy.url} has {foreign[0]}, which {root.url} does not have"
-    elif last and copy.get(last, max_bytes=MAX_ENTRY_BYTES) != root.get(last, max_bytes=MAX_ENTRY_BYTES):
-        conflict = f"{last} in {copy.url} is not the one in {root.url}"
-    if conflict:
-        conflict += f": the root lost entries of its log; run: shardkit repair {shell_word(root.url)}"
-    return conflict, sorted(own - held)
-
-
-def mirror_log(root: Store, copy: Store) -> int:
-    """Copy the log entries that a copy lacks and return their number.
-
-    Raises:
-        IntegrityError: The copy's log is not the beginning of the root's, or a new entry is damaged.
-    """
-    conflict, missing = _compare_logs(root, copy)
-    if conflict:
-        raise IntegrityError(conflict)
-    for name in missing:
-        data = root.get(name, max_bytes=MAX_ENTRY_BYTES)
-        LogEntry.from_bytes(data, f"{name} in {root.url}")  # do not copy a damaged entry
-        if not copy.put_new(name, data) and copy.get(name, max_bytes=MAX_ENTRY_BYTES) != data:
-            raise IntegrityError(
-                f"{name} in {copy.url} is another one; run: shardkit repair {shell_word(root.url)}"
-            )
-    return len(missing)
 
 
 def mirror_documents(root: Store, copy: Store) -> list[tuple[str, str]]:

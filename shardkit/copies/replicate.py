@@ -27,9 +27,7 @@ from shardkit.copies.placement import (
 from shardkit.copies.repair import (
     encode_parity,
     finish,
-    log_conflicts,
     mirror_documents,
-    mirror_log,
     replace_copies,
 )
 from shardkit.copies.tasks import CopyTask
@@ -47,7 +45,7 @@ from shardkit.exit_codes import ExitCode
 from shardkit.extras import shell_word
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.objects import DEPTHS, ROOT_NAME, Depth, Location
-from shardkit.repository.locations import read_table
+from shardkit.repository.locations import log_conflicts, mirror_log, read_table
 from shardkit.repository.log import NO_COMMIT, LogEntry
 from shardkit.repository.policy import LocationTable
 from shardkit.repository.repository import Repository

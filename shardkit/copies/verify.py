@@ -26,7 +26,6 @@ from math import ceil
 
 import numpy as np
 
-from shardkit.copies.repair import log_conflicts
 from shardkit.copies.shard_checks import LEVELS, Finding, Level, ShardCheck, finding_of
 from shardkit.documents import sha256_digest, utc_text
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, UsageError
@@ -45,7 +44,7 @@ from shardkit.reading.inventory import (
 )
 from shardkit.reading.objects import ROOT_NAME, Depth, check_object
 from shardkit.reading.parity.sets import known_sets, read_record
-from shardkit.repository.locations import SPARE_NAME, own_name, read_spare, read_table
+from shardkit.repository.locations import SPARE_NAME, log_conflicts, own_name, read_spare, read_table
 from shardkit.repository.log import (
     IDENTITY_NAME,
     LOG_FOLDER,

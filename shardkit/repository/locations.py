@@ -1,4 +1,4 @@
-"""The table of locations of a root, the marks of copies, and how a root that lost its log is recognised.
+"""The table of locations of a root, the marks of copies, and the comparing and copying of logs.
 
 The newest log entry has the table. ``shardkit-locations.json`` has the same table, so that a root whose log is damaged
 finds its copies.
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+from collections.abc import Iterator
 from typing import Annotated, Final
 
 from msgspec import Meta
@@ -29,6 +30,8 @@ from shardkit.reading.objects import LOCATION_NAME, ROOT_NAME, Location
 from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.log import (
     IDENTITY_NAME,
+    LOG_FOLDER,
+    MAX_ENTRY_BYTES,
     MAX_IDENTITY_BYTES,
     Identity,
     LogEntry,
@@ -311,3 +314,57 @@ def over_all(
     taken = {name, store.url}.union(*((one.name, one.store.url) for one in others))
     others += [one for one in recorded if one.name not in taken and one.store.url not in taken]
     return locate(store, others, settings=settings, heal=heal, name=name)
+
+
+# ---- Logs of copies
+
+
+def log_conflict(root: Store, copy: Store) -> str:
+    """Return why a copy's log is not the beginning of the root's, "" if it is."""
+    return _compare_logs(root, copy)[0]
+
+
+def log_conflicts(root: Store, table: LocationTable) -> Iterator[str]:
+    """Yield the conflicts of the logs of all copies. Copies that do not answer or have no mark are skipped."""
+    for record in table.others:
+        with contextlib.suppress(ShardkitError):
+            copy = location_of(record).store
+            conflict = log_conflict(root, copy) if read_mark(copy) is not None else ""
+            if conflict:
+                yield conflict
+
+
+def _compare_logs(root: Store, copy: Store) -> tuple[str, list[str]]:
+    """Return the conflict between two logs, "" if there is none, and the names of the entries that the copy lacks.
+
+    The copy is listed first, because a concurrent commit reaches the root before it reaches a copy.
+    """
+    held, own = set(copy.list_after(LOG_FOLDER)), set(root.list_after(LOG_FOLDER))
+    foreign, last = sorted(held - own), max(held, default="")
+    conflict = ""
+    if foreign:
+        conflict = f"{copy.url} has {foreign[0]}, which {root.url} does not have"
+    elif last and copy.get(last, max_bytes=MAX_ENTRY_BYTES) != root.get(last, max_bytes=MAX_ENTRY_BYTES):
+        conflict = f"{last} in {copy.url} is not the one in {root.url}"
+    if conflict:
+        conflict += f": the root lost entries of its log; run: shardkit repair {shell_word(root.url)}"
+    return conflict, sorted(own - held)
+
+
+def mirror_log(root: Store, copy: Store) -> int:
+    """Copy the log entries that a copy lacks and return their number.
+
+    Raises:
+        IntegrityError: The copy's log is not the beginning of the root's, or a new entry is damaged.
+    """
+    conflict, missing = _compare_logs(root, copy)
+    if conflict:
+        raise IntegrityError(conflict)
+    for name in missing:
+        data = root.get(name, max_bytes=MAX_ENTRY_BYTES)
+        LogEntry.from_bytes(data, f"{name} in {root.url}")  # do not copy a damaged entry
+        if not copy.put_new(name, data) and copy.get(name, max_bytes=MAX_ENTRY_BYTES) != data:
+            raise IntegrityError(
+                f"{name} in {copy.url} is another one; run: shardkit repair {shell_word(root.url)}"
+            )
+    return len(missing)
