@@ -1,7 +1,7 @@
 """Delivers a plan's cells: verified, in order, resumable (SPEC.md).
 
 The stages are plan → load → gather → decode and transform → deliver. A `LoaderSetup` holds what is read and how; it
-never changes. A `Pipeline` reads some steps once. `LoaderResources` holds what is open in a process: the pipeline, its
+never changes. A `Pipeline` reads steps in order. `LoaderResources` holds what is open in a process: the pipeline, its
 threads, workers, journal and memory. Code that watches a running loader or changes its settings holds a `LiveLoader`.
 Nothing here imports torch at import time.
 """

@@ -86,8 +86,7 @@ class GroupBlocks:
         return found
 
     def _check(self) -> None:
-        if self._window.is_stopped or self._window.loop != self._loop:
-            raise UsageError(_CLOSED)
+        self._window.check(self._loop)
 
 
 class BlockWindow:
@@ -107,8 +106,7 @@ class BlockWindow:
         self._evicted: dict[int, _Block] = {}
         self._bytes = self._planned = 0
         self._failed: dict[int, tuple[_Block, BaseException]] = {}  # job → block and the error of loading
-        self.loop = self._epochs = 0
-        self.is_stopped = False  # the loop is being closed
+        self.loop = self._epochs = 0  # number of loops that have ended; of epochs that have begun
         self._dropped: dict[int, int] = {}  # block evicted in this epoch → `_epoch_bytes` then
         self._epoch_bytes = 0
         self._counts = WindowCounts()
@@ -157,12 +155,15 @@ class BlockWindow:
         return evicted is not None and evicted.job < done and evicted.last >= self._now
 
     def admit(
-        self, planned: StepGroup, on_excess: Callable[[int, int], object]
+        self, loop: int, planned: StepGroup, on_excess: Callable[[int, int], object]
     ) -> tuple[GroupBlocks, StepGroup | None]:
         """Queue the missing blocks of as many steps as fit into memory; return these steps, and the rest or None.
 
         Blocks are queued in order of first use, and each is loaded as soon as there is room. If the first step alone
         exceeds the budget, `on_excess` is called with its number and its bytes, and may raise the budget.
+
+        Raises:
+            UsageError: the loop has ended.
         """
         sizes, own = self._source.sizes(planned.blocks, self._planned + len(planned.numbers), self._now)
         held = np.array([block in self._blocks for block in planned.blocks.tolist()], np.bool_)
@@ -172,6 +173,7 @@ class BlockWindow:
             steps, needed = steps_that_fit(planned, sizes, held, self._memory.limit)
         group, rest = planned.split(steps)
         with self._lock:
+            self.check(loop)
             numbers, origin = group.blocks.tolist(), self._planned
             first, last = group.first + origin, group.last + origin
             self._planned += len(group.numbers)
@@ -285,13 +287,6 @@ class BlockWindow:
             self._release(one)
         self.queue.advance(step)
 
-    def wake(self, loop: int) -> None:
-        """Cancel the jobs of a loop and wake threads that wait for them, which then raise UsageError."""
-        with self._lock:
-            if loop == self.loop:
-                self.is_stopped = True
-                self._drop()
-
     # ---- loading
 
     def _load(self) -> None:
@@ -333,13 +328,10 @@ class BlockWindow:
         self.epoch.loads += len(missing)
         self._epoch_bytes += num_bytes
 
-    def begin_loop(self) -> int:
-        """End the current loop; return the number of the new one."""
-        with self.in_use, self._lock:
-            self._end()
-            self.loop += 1
-            self.is_stopped = False
-            return self.loop
+    def check(self, loop: int) -> None:
+        """Raise UsageError if a loop has ended."""
+        if loop != self.loop:
+            raise UsageError(_CLOSED)
 
     def begin_epoch(self) -> None:
         """Start counting for the next epoch; blocks in memory are kept."""
@@ -350,14 +342,15 @@ class BlockWindow:
             self.epoch = EpochCounts()
 
     def end_loop(self, loop: int) -> None:
-        """End a loop, unless another one has begun since; its queued jobs are cancelled."""
+        """End the loop with this number unless it has ended: cancel its jobs, and wake threads that wait for them.
+
+        Its other calls raise UsageError from now on.
+        """
         with self.in_use, self._lock:
             if loop == self.loop:
-                self._end()
-
-    def _end(self) -> None:
-        self._drop()
-        self.advance(self._planned)
+                self.loop += 1
+                self._drop()
+                self.advance(self._planned)
 
     def _drop(self) -> None:
         """Cancel jobs and forget blocks that are not loaded; waiting threads are woken."""

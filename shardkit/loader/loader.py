@@ -16,12 +16,19 @@ import msgspec
 import numpy as np
 
 from shardkit.errors import UsageError
-from shardkit.loader.batch import Batch, LoaderCounts, StepBatches
+from shardkit.loader.batch import Batch, StepBatches
 from shardkit.loader.block_memory import check_memory, memory_needed
 from shardkit.loader.gather import Allocate
 from shardkit.loader.pipeline import Pipeline
 from shardkit.loader.resources import LiveLoader, LoaderResources, Loop
-from shardkit.loader.settings import LoaderConfig, Sources, check_lanes, fixed_assignment, make_setup
+from shardkit.loader.settings import (
+    LoaderConfig,
+    Sources,
+    Topology,
+    check_lanes,
+    fixed_assignment,
+    make_setup,
+)
 from shardkit.loader.states import STATE_VERSION, check_geometry, check_state, check_step, step_after
 from shardkit.plan import Assignment, Plan
 from shardkit.ranges import shown
@@ -42,7 +49,7 @@ class Loader:
     Batches come in the plan's order, regardless of the order in which blocks arrive. The state is a step number and two
     digests, so any rank of any world can load it.
 
-    A loader is in one of three states, and at most one pipeline reads for it (SPEC.md §3)::
+    A loader is in one of three states, which follow from its last loop and its pipeline (SPEC.md §3)::
 
         idle ── iter() ──▶ under way ── last step handed out ──▶ ahead ── iter() ──▶ under way
         idle ── peek() ──▶ ahead
@@ -52,14 +59,12 @@ class Loader:
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
         self.plan = plan
         self._setup = make_setup(plan, sources, config)
-        self.topology = self._setup.topology
         self._served: ServedCache | None = None  # this node's cache, served to other nodes
         self._rebalancer: Rebalancer | None = None
         self.assignment: Assignment | None = None  # lanes of all ranks; None if this rank's were chosen
         lanes = self._share_lanes()
         check_memory(self._setup, len(lanes))
         self._loop: Callable[[], Loop | None] = lambda: None  # weak reference to the last loop
-        self._ahead: range | None = None  # steps of the next loop, if the pipeline reads them already
         device = self._setup.device
         # makes the arrays of batches, from the next loop on
         self.allocate: Allocate = np.empty if device is None else device.allocate()
@@ -120,26 +125,25 @@ class Loader:
         so a loop that is left early continues in the next one. With ``restart=True`` every loop starts at the first
         step of the cursor's epoch. A loop that was under way raises UsageError from now on.
         """
-        start = self._next_start
-        numbers, pipeline = self._read_ahead(start)
-        if numbers is not pipeline.numbers:  # the pipeline has continued from the epoch before
-            self._open_resources().read_ahead(numbers, pipeline.lanes)
-        self._ahead = None
+        start, live = self._next_start, self.live
+        numbers = self._steps_from(start)
         self._end_loop("another loop over this loader has begun")
-        self.live.handed_out = start
+        pipeline = self._read(numbers, self._lanes_ahead(start))
+        if numbers != pipeline.numbers:  # it has continued from the epoch before
+            self._open_resources().read_ahead(numbers, pipeline.lanes)
+        self._came_back()
+        live.handed_out = start
         if self._rebalancer is not None:
             self._rebalancer.seek(start)
-            self.live.lanes = self._rebalancer.lanes_now()
-        counts = LoaderCounts()
-        self.live.begin_loop(counts)
-        pipeline.counts = counts
+            live.lanes = self._rebalancer.lanes_now()
+        live.begin_loop()
         stop = self.plan.epoch_bounds(start)[1]
         if self.plan.is_cut_at(stop):
             _log.warning(
                 "this loop ends at step %d, where the plan is amended in mid-epoch; iterate again to continue there",
                 stop,
             )
-        loop = Loop(self._hand_out, self._finish, pipeline, numbers, stop, counts)
+        loop = Loop(self._hand_out, self._finish, self._leave, numbers, stop)
         self._loop = weakref.ref(loop)
         return loop
 
@@ -156,11 +160,10 @@ class Loader:
         loop = self._loop()
         if loop is not None and loop.is_under_way:
             with loop.turn():
-                if self._rebalancer is not None:
-                    self._move_lanes(loop, self._rebalancer.lanes_ahead(loop.left[0]))
-                one = loop.pipeline.peek()
+                one = self._read(loop.left, self._lanes_ahead(loop.left[0])).peek()
         else:
-            one = self._read_ahead(self._next_start)[1].peek()
+            start = self._next_start
+            one = self._read(self._steps_from(start), self._lanes_ahead(start)).peek()
         if one is None:
             raise UsageError(
                 f"there is no batch from step {self._next_start} on in this loader's share of the steps"
@@ -173,60 +176,39 @@ class Loader:
         step = self.live.handed_out
         return self.plan.epoch_bounds(step)[0] if self._setup.config.restart else step
 
-    def _read_ahead(self, start: int) -> tuple[range, Pipeline]:
-        """Return the steps of the loop that begins at `start`, and the pipeline that reads them."""
-        lanes = self.lanes if self._rebalancer is None else self._rebalancer.lanes_ahead(start)
-        pipeline = self.live.pipeline
-        if self._ahead is None or pipeline is None or pipeline.lanes != lanes or self._is_forked():
-            if start < self.plan.from_step:
-                check_geometry(self.plan, start)
-            config = self._setup.config
-            numbers = range(start + config.offset, self.plan.epoch_bounds(start)[1], config.stride)
-            pipeline = self._open_pipeline(numbers, lanes)
-            self._ahead = numbers
-        return self._ahead, pipeline
+    def _steps_from(self, start: int) -> range:
+        """Return the steps of the loop that begins at `start`."""
+        if start < self.plan.from_step:
+            check_geometry(self.plan, start)
+        config = self._setup.config
+        return range(start + config.offset, self.plan.epoch_bounds(start)[1], config.stride)
 
-    def _open_pipeline(self, numbers: range, lanes: list[int]) -> Pipeline:
-        """Replace the pipeline by one that reads these steps of these lanes."""
-        resources, self._ahead = self._open_resources(), None
-        return resources.open_pipeline(
-            numbers, lanes, self.allocate, goes_on=self.reads_on, prefetch=self.live.chosen_prefetch
-        )
+    def _lanes_ahead(self, step: int) -> list[int]:
+        return self.lanes if self._rebalancer is None else self._rebalancer.lanes_ahead(step)
 
-    def _move_lanes(self, loop: Loop, lanes: list[int], *, again: bool = False) -> None:
-        """Read the rest of a loop with these lanes if they differ from the present ones or if `again`.
-
-        Both rebalancing and `resize` move lanes here.
-        """
-        if again or lanes != loop.pipeline.lanes:
-            loop.pipeline = self._open_pipeline(loop.left, lanes)
-            loop.pipeline.counts = loop.counts
+    def _read(self, numbers: range, lanes: list[int]) -> Pipeline:
+        """Return the pipeline that reads these steps of these lanes next; lanes move here and nowhere else."""
+        return self._open_resources().read(numbers, lanes, self.allocate, goes_on=self.reads_on)
 
     def _hand_out(self, loop: Loop) -> Batch:
-        live, rebalancer = self.live, self._rebalancer
-        self._came_back(loop)
+        live, rebalancer, config = self.live, self._rebalancer, self._setup.config
+        self._came_back()
         if rebalancer is not None:
             live.lanes = rebalancer.lanes_at(loop.left[0])
-            self._move_lanes(loop, live.lanes)
-        one = loop.pipeline.take()
-        if one is None:  # another thread has closed the pipeline
-            loop.ended_by = loop.ended_by or "the loader was closed"
+        resources = live.resources
+        one = None if resources is None else self._read(loop.left, live.lanes).take()
+        if resources is None or one is None:  # another thread has closed the loader, or ended the loop
+            loop.close("the loader was closed")
             raise loop.ended()
         if rebalancer is not None:
-            rebalancer.handed_out(int(np.count_nonzero(one.lane_counts)), loop.counts.last_wait_s)
+            rebalancer.handed_out(int(np.count_nonzero(one.lane_counts)), live.counts.last_wait_s)
         left = loop.left = loop.left[1:]
-        assert live.resources is not None, "the step came from there"
-        live.resources.record_step(one, live.lanes, loop.counts, last=not left)
+        resources.record_step(one, live.lanes, last=not left)
         if (mixing := self._setup.mixing) is not None:
-            assert live.resources.journal is not None, "a mixer needs a run directory"
-            if mixing.delivered(one.step, live.resources.journal.event):
-                live.resources.read_ahead(left, live.lanes)
-        if not left and loop.pipeline.goes_on:
-            self._ahead = range(loop.stop, self.plan.epoch_bounds(loop.stop)[1])
-        config = self._setup.config
-        live.handed_out = one.step - config.offset + config.stride if left else loop.stop
-        live.cells += len(live.lanes)
-        live.begin_batch(loop.counts)
+            assert resources.journal is not None, "a mixer needs a run directory"
+            if mixing.delivered(one.step, resources.journal.event):
+                resources.read_ahead(left, live.lanes)
+        live.hand_out(one.step - config.offset + config.stride if left else loop.stop)
         return self._batch_of(one)
 
     def _batch_of(self, one: StepBatches) -> Batch:
@@ -235,23 +217,29 @@ class Loader:
         batch: Batch = handed
         return batch
 
-    def _came_back(self, loop: Loop) -> None:
-        """Note that the trainer has finished the last batch of this loop, if it had one."""
-        if self.live.end_batch(loop.counts) and self._rebalancer is not None:
+    def _came_back(self) -> None:
+        """Note that the trainer has finished the last batch, if it had one."""
+        if self.live.come_back() and self._rebalancer is not None:
             self._rebalancer.came_back()
 
     def _finish(self, loop: Loop) -> None:
-        self._came_back(loop)
-        if not loop.pipeline.goes_on:
-            loop.pipeline.close()
+        """Note that the trainer asks for more than the steps of a loop, unless another one has begun since."""
         if loop.ended_by is None:
+            self._came_back()
             self.live.handed_out = loop.stop  # needed if this loader had no step in the epoch
+            if not self.reads_on:
+                self._close_pipeline()
+
+    def _leave(self, loop: Loop) -> None:
+        """Stop reading for a loop, unless another one has begun since."""
+        if self._loop() in (None, loop):
+            self._close_pipeline()
 
     def _end_loop(self, reason: str) -> None:
-        """End the loop under way, if any, with this reason."""
+        """End the last loop with this reason, and stop reading for it if it was under way."""
         loop = self._loop()
         if loop is not None:
-            loop.ended_by = loop.ended_by or reason
+            loop.close(reason)
 
     def _record_decision(self, step: int, **details: Any) -> None:
         self._setup.events.record("rebalance", step=step, **details)
@@ -294,7 +282,7 @@ class Loader:
         """Return the threads and files; the first loop of each process opens them, also in a forked child."""
         resources, live, setup = self.live.resources, self.live, self._setup
         if resources is None or resources.process != os.getpid():
-            resources = live.resources = LoaderResources(setup, len(self.lanes))
+            resources = live.resources = LoaderResources(setup, len(self.lanes), live.counts)
             if setup.config.run is not None:  # imported only for loaders with a run
                 from shardkit.loader.monitoring import open_watch
 
@@ -303,14 +291,8 @@ class Loader:
             weakref.finalize(self, resources.close_unwatched)
         return resources
 
-    def _is_forked(self) -> bool:
-        """Return True if nothing is open in this process: not yet, or only in the parent process."""
-        return self.resources is None or self.resources.process != os.getpid()
-
     def _close_pipeline(self) -> None:
-        """Stop reading for the loop under way, or for the next one."""
-        self._ahead = None
-        if self.resources is not None and not self._is_forked():
+        if self.resources is not None:
             self.resources.close_pipeline()
 
     def note(self, batch: Batch | Sequence[Batch], losses: Any) -> None:
@@ -411,17 +393,20 @@ class Loader:
         check_memory(self._setup, len(lanes))
         loop = self._loop()
         with contextlib.nullcontext() if loop is None else loop.turn():
-            self._close_pipeline()
             self._close_resources()
             self._setup = msgspec.structs.replace(self._setup, topology=topology)
-            self.topology, self.assignment = topology, assignment
-            self.live.lanes = lanes
+            self.assignment, self.live.lanes = assignment, lanes
             if "telemetry" in self.__dict__:
                 self.telemetry.rank, self.telemetry.world = topology.rank, topology.world
             if loop is not None and loop.is_under_way:
-                self._move_lanes(loop, lanes, again=True)
+                self._read(loop.left, lanes)
 
     # ---- properties, statistics, close
+
+    @property
+    def topology(self) -> Topology:
+        """Rank and world size of this process."""
+        return self._setup.topology
 
     @property
     def lanes(self) -> list[int]:
@@ -481,7 +466,7 @@ class Loader:
             self._served.close()
 
     def _close_resources(self) -> None:
-        if self.resources is not None and not self._is_forked():
+        if self.resources is not None:
             self.resources.close()
         self.live.resources = None
 

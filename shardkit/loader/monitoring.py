@@ -121,7 +121,7 @@ def loader_knobs(live: LiveLoader, least_memory: int) -> Mapping[str, Knob]:
     assert resources is not None
     knobs = {
         "loader.memory": Knob.of(resources.memory, "bound", size_of(least_memory), gradual=True),
-        "loader.prefetch": Knob.of(live, "prefetch", count_in(Range(1, 1024)), gradual=True),
+        "loader.prefetch": Knob.of(resources, "prefetch", count_in(Range(1, 1024)), gradual=True),
     }
     remote = resources.remote
     if remote is None:

@@ -8,7 +8,6 @@ still in this core's cache is reused, which is faster than handing the step to a
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -34,7 +33,6 @@ from shardkit.loader.gather import (
 )
 from shardkit.loader.row_work import BatchRows, RowWork
 from shardkit.loader.settings import LoaderSetup
-from shardkit.plan import Plan
 
 if TYPE_CHECKING:
     from shardkit.telemetry.recorder import BlockTimes
@@ -56,23 +54,21 @@ class Background(Generic[T]):
 
     An error of `items` is raised by `__next__` after the items before it. `waited` is called with "blocked" and the
     seconds that the thread waited for room, or "starved" and the seconds that the consumer waited for an item;
-    `on_stall` after every `stall_s` seconds without an item; `stop` by `close`, to wake a producer that waits for
-    something else.
+    `on_stall` after every `stall_s` seconds without an item.
     """
 
     def __init__(
         self,
-        items: Iterator[T],
+        items: Generator[T],
         depth: int,
         *,
         name: str,
         waited: Callable[[str, float], None],
         on_stall: Callable[[float], None],
         stall_s: float,
-        stop: Callable[[], None],
     ) -> None:
         self._items, self.depth, self._waited = items, depth, waited
-        self._on_stall, self._stall_s, self._stop = on_stall, stall_s, stop
+        self._on_stall, self._stall_s = on_stall, stall_s
         self._ready: deque[T] = deque()
         self._changed = threading.Condition()
         self._finished = self._closed = False
@@ -122,7 +118,6 @@ class Background(Generic[T]):
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        self._stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -134,9 +129,7 @@ class Background(Generic[T]):
         except BaseException as error:  # noqa: BLE001  every failure must reach the caller's thread
             self._error = error
         finally:
-            closing = getattr(self._items, "close", None)
-            if closing is not None:
-                closing()
+            self._items.close()
             with self._changed:
                 self._finished = True
                 self._changed.notify_all()
@@ -168,6 +161,11 @@ class Pipeline:
     After an error every later call raises it again, so a loop that failed cannot look complete. With `goes_on` the next
     epoch is read after the last of `numbers` is planned. `prefetch` is the number of finished steps that may wait, if
     it was changed while the loader ran; otherwise 0.
+
+    Attributes:
+        lanes: lanes that are read.
+        numbers: steps that were read first.
+        left: steps of their epoch that were not taken; after the last one with `goes_on`, the next epoch.
     """
 
     def __init__(
@@ -177,6 +175,7 @@ class Pipeline:
         memory: MemoryBound,
         work: RowWork | None,
         times: BlockTimes | None,
+        counts: LoaderCounts,
         numbers: range,
         lanes: Sequence[int],
         allocate: Allocate,
@@ -185,8 +184,8 @@ class Pipeline:
         prefetch: int = 0,
     ) -> None:
         self._setup, self._window, self._memory, self._work, self._times = setup, window, memory, work, times
-        self.lanes, self.numbers, self.goes_on = list(lanes), numbers, goes_on
-        self.counts = LoaderCounts()  # of the loop that takes steps
+        self._counts, self.lanes, self._goes_on = counts, list(lanes), goes_on
+        self.numbers = self.left = numbers
         self._allocate = allocate
         self._rows_per_step = max(1, setup.plan.cell_size * len(lanes))
         self._bytes_per_step = self._rows_per_step * setup.sources.row_bytes(setup.fields)
@@ -198,12 +197,10 @@ class Pipeline:
         most = _TOGETHER_BYTES if allocate is np.empty else _LENT_BYTES
         fit = most // max(1, self._bytes_per_step)
         self._together = 1 if self._prefetch else max(1, min(_TOGETHER_STEPS, fit))
-        self._process = os.getpid()
         self._stopping = threading.Event()
         self._current: StepGroup | None = None  # the group that is being gathered or awaited
-        self._loop = window.begin_loop()
-        epochs = _and_after(numbers, setup.plan) if goes_on else iter([numbers])
-        self._groups = self._behind("plan", self._queue_groups(epochs), 1, "plan")
+        self._loop = window.loop
+        self._groups = self._behind("plan", self._queue_groups(), 1, "plan")
         self._ahead: Background[StepBatches] | None = None
         if self._prefetch:
             self._ahead = self._behind("assembly", self._steps(), self._prefetch, "assemble")
@@ -226,22 +223,17 @@ class Pipeline:
             chosen = 0 if is_cheap or alone else _DEFAULT_PREFETCH
         return chosen and (changed or chosen)
 
-    def _behind(self, name: str, items: Iterator[T], depth: int, stage: str) -> Background[T]:
+    def _behind(self, name: str, items: Generator[T], depth: int, stage: str) -> Background[T]:
         def note(what: str, seconds: float) -> None:
             key = f"{name}_{what}_s"
-            setattr(self.counts, key, getattr(self.counts, key) + seconds)
+            setattr(self._counts, key, getattr(self._counts, key) + seconds)
 
         return Background(
             items, depth, name=f"shardkit-{name}", waited=note, on_stall=lambda waited: self._report(waited, stage),
-            stall_s=self._setup.config.stall_s, stop=self._stop,
+            stall_s=self._setup.config.stall_s,
         )  # fmt: skip
 
     def _fetch(self) -> StepBatches | None:
-        if self._process != os.getpid():
-            raise UsageError(
-                "this loop was begun in the parent process, and its threads and blocks are there; iterate "
-                "over the loader again to begin one here"
-            )
         if self._work is None:
             return next(self._output, None)
         with self._work.trainer_waits:
@@ -273,10 +265,11 @@ class Pipeline:
         """Remove the next step, count it and return it; None as in `peek`."""
         one, self._next = self.peek(), None
         if one is not None:
-            self.counts.last_wait_s = self._waited_s
-            self.counts.consumer_wait_s += self._waited_s
-            self.counts.steps += 1
-            self.counts.samples += len(one.samples)
+            self.left = self.left[1:] or self._next_epoch(self.left)
+            self._counts.last_wait_s = self._waited_s
+            self._counts.consumer_wait_s += self._waited_s
+            self._counts.steps += 1
+            self._counts.samples += len(one.samples)
         return one
 
     @property
@@ -296,34 +289,34 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the threads and drop finished steps; may be called twice and from any thread."""
-        if self._process != os.getpid():
-            return  # a forked child has no threads, and their locks may be held for ever
-        self._stop()
+        self._stopping.set()
+        self._window.end_loop(self._loop)
         if self._ahead is not None:
             self._ahead.close()
         self._groups.close()
         self._output = iter(())
-        self._window.end_loop(self._loop)
 
-    def _stop(self) -> None:
-        self._stopping.set()
-        self._window.wake(self._loop)
+    def _next_epoch(self, left: range) -> range:
+        """Return the steps that are read after these: those of the next epoch, or none."""
+        stop = self._setup.plan.epoch_bounds(left.stop)[1] if self._goes_on else left.stop
+        return range(left.stop, stop)
 
     def _report(self, waited: float, stage: str = "load") -> None:
         from shardkit.loader.stalls import report_stall  # stalls are rare
 
-        self.counts.stalls += 1
+        self._counts.stalls += 1
         at = None if self._work is None else self._work.at
         report_stall(self._setup, waited, stage, self._current, at=at, loading=self._window.queue.longest())
 
     # ---- plan and load
 
-    def _queue_groups(self, epochs: Iterator[range]) -> Iterator[GroupBlocks]:
+    def _queue_groups(self) -> Generator[GroupBlocks]:
         """Yield groups of steps whose blocks are queued; block threads load them in order of first use."""
-        size = 1  # the first batch waits for one step
+        epoch, size = self.numbers, 1  # the first batch waits for one step
         mixing, window = self._setup.mixing, self._window
-        for left in epochs:
+        while epoch and not self._stopping.is_set():
             window.begin_epoch()
+            left = epoch
             while left and not self._stopping.is_set():
                 steps = left[:size]
                 if mixing is not None:
@@ -332,17 +325,16 @@ class Pipeline:
                         return
                 started = time.perf_counter()
                 planned: StepGroup | None = self._plan(steps)
-                self.counts.plan_s += time.perf_counter() - started
+                self._counts.plan_s += time.perf_counter() - started
                 left, size = left[len(steps) :], min(self._most_steps, 4 * size)
-                while planned is not None and not self._stopping.is_set():
+                while planned is not None:
                     started = time.perf_counter()
-                    admitted, planned = window.admit(planned, self._memory.over_memory)
-                    self.counts.plan_s += time.perf_counter() - started
+                    admitted, planned = window.admit(self._loop, planned, self._memory.over_memory)
+                    self._counts.plan_s += time.perf_counter() - started
                     if self._memory.note_admission(window.epoch, window.mean_block()):
                         window.epoch = EpochCounts()
                     yield admitted
-            if self._stopping.is_set():
-                return
+            epoch = self._next_epoch(epoch)
 
     def _plan(self, numbers: range) -> StepGroup:
         plan, times = self._setup.plan, self._times
@@ -353,7 +345,7 @@ class Pipeline:
 
     # ---- gather and transform
 
-    def _steps(self) -> Iterator[StepBatches]:
+    def _steps(self) -> Generator[StepBatches]:
         """Yield steps in order; if rows are decoded, workers decode the following steps meanwhile."""
         if self._work is None:
             for gathered in self._gather_steps():
@@ -404,7 +396,7 @@ class Pipeline:
                     started = time.perf_counter()
                     begun = one.parts[place] = work.begin(part, one.number, one.rows)
                     if begun.pieces:
-                        self.counts.transform_s += time.perf_counter() - started
+                        self._counts.transform_s += time.perf_counter() - started
                 yield one
 
     def _gather_steps(self) -> Iterator[list[_Step]]:
@@ -421,7 +413,7 @@ class Pipeline:
             while offset < len(group.numbers):
                 started = time.perf_counter()
                 steps = needed.wait(offset, self._together, stall_s, self._report)
-                self.counts.load_wait_s += time.perf_counter() - started
+                self._counts.load_wait_s += time.perf_counter() - started
                 yield self._gather(needed, rows, steps)
                 offset = steps.stop
 
@@ -438,7 +430,7 @@ class Pipeline:
             for lane, fields, (a, b) in zip(cycle(lanes), needed.take(steps, ends, rows), pairwise(ends))
         ]
         numbers, count = group.numbers[steps.start : steps.stop], len(lanes)
-        self.counts.gather_s += time.perf_counter() - started
+        self._counts.gather_s += time.perf_counter() - started
         return [
             _Step(number, b - a, counts, parts[count * n : count * (n + 1)])
             for n, (number, counts, (a, b)) in enumerate(
@@ -454,7 +446,7 @@ class Pipeline:
             if work is not None:
                 started = time.perf_counter()
                 fields, samples = work.finish(part, step.number)
-                self.counts.transform_s += time.perf_counter() - started
+                self._counts.transform_s += time.perf_counter() - started
             batch = Batch(
                 fields, step=step.number, lane=part.lane, samples=samples, slots=part.slots, weight=weight,
                 valid=part.valid,
@@ -474,10 +466,3 @@ class Pipeline:
         if rows != plan.cell_size * len(self.lanes):  # a short step: count what all ranks hold
             everyone = int((plan.step(step) >= 0).sum())
         return rows * world / everyone
-
-
-def _and_after(numbers: range, plan: Plan) -> Iterator[range]:
-    """Yield these steps of an epoch, then the steps of each following epoch."""
-    while numbers:
-        yield numbers
-        numbers = range(numbers.stop, plan.epoch_bounds(numbers.stop)[1])

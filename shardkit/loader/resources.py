@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import copy
 import math
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -46,13 +46,13 @@ _ROOMY_BYTES = 128 << 20  # below this bound 64 MiB of freed memory are not negl
 class LoaderResources:
     """Resources of a loader in one process: the pipeline, the window and its threads, the workers and the journal.
 
-    `lanes` is the number of lanes that the rank works.
+    `lanes` is the number of lanes that the rank works; `counts` are the loader's counters.
     """
 
-    def __init__(self, setup: LoaderSetup, lanes: int) -> None:
+    def __init__(self, setup: LoaderSetup, lanes: int, counts: LoaderCounts) -> None:
         plan, sources, config = setup.plan, setup.sources, setup.config
         self.process = os.getpid()
-        self._setup = setup
+        self._setup, self._counts = setup, counts
         self._stages = {start: number for number, (start, _) in enumerate(plan.settings.stages) if number}
         self._has_named_decoders = False
         over_network = _needs_network(sources)
@@ -64,7 +64,8 @@ class LoaderResources:
             self.remote = RemoteBlocks(setup, self.memory.pool.limit)
         reader = (self.remote or sources).reader
 
-        self.pipeline: Pipeline | None = None  # reads for the current loop or for the next one
+        self._pipeline: Pipeline | None = None  # reads for the current loop or for the next one
+        self._prefetch = 0  # finished steps that may wait, if that was changed
         self.watch: RunWatch | None = None
         self.times: BlockTimes | None = None
         self._batch_memory = BlockMemory(0, inherited=True)
@@ -97,40 +98,58 @@ class LoaderResources:
         if self.remote is not None and numbers:
             self.remote.start(numbers.start, lanes, self.window.is_loaded)
 
-    def open_pipeline(
-        self, numbers: range, lanes: list[int], allocate: Allocate, *, goes_on: bool, prefetch: int
-    ) -> Pipeline:
-        """Replace the pipeline by one that reads these steps of these lanes; see `Pipeline`."""
-        self.close_pipeline()
-        self.read_ahead(numbers, lanes)
-        self.memory.serve(len(lanes))
-        self.pipeline = Pipeline(
-            self._setup, self.window, self.memory, self._row_work(allocate), self.times, numbers, lanes, allocate,
-            goes_on=goes_on, prefetch=prefetch,
-        )  # fmt: skip
-        return self.pipeline
+    def read(self, numbers: range, lanes: list[int], allocate: Allocate, *, goes_on: bool) -> Pipeline:
+        """Return the pipeline that reads these steps of these lanes next; open one unless it does already."""
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.left != numbers or pipeline.lanes != lanes:
+            self.close_pipeline()
+            self.read_ahead(numbers, lanes)
+            self.memory.serve(len(lanes))
+            pipeline = self._pipeline = Pipeline(
+                self._setup, self.window, self.memory, self._row_work(allocate), self.times, self._counts, numbers,
+                lanes, allocate, goes_on=goes_on, prefetch=self._prefetch,
+            )  # fmt: skip
+        return pipeline
 
     def close_pipeline(self) -> None:
-        """Stop reading for the loop under way, or for the next one."""
-        if self.pipeline is not None:
-            self.pipeline.close()
-        self.pipeline = None
+        """Stop reading; does nothing in a forked child, which has no threads, and whose locks may be held for ever."""
+        if self._pipeline is not None and self.process == os.getpid():
+            self._pipeline.close()
+            self._pipeline = None
+
+    @property
+    def prefetch(self) -> int | None:
+        """Number of finished steps that may wait; None if each step is gathered on request."""
+        return None if self._pipeline is None else self._pipeline.prefetch or None
+
+    @prefetch.setter
+    def prefetch(self, steps: int) -> None:
+        self._prefetch = steps
+        if self._pipeline is not None:
+            self._pipeline.prefetch = steps
+
+    def numbers(self) -> dict[str, float]:
+        """Return counters of block loads, and what is in memory and in queues, for `Loader.stats`."""
+        groups, steps = (0, 0) if self._pipeline is None else self._pipeline.queued
+        return _numbers(self.window.counts) | {
+            "window_bytes": float(self.window.nbytes),
+            "queued_groups": float(groups),
+            "queued_steps": float(steps),
+        }
 
     @property
     def verification_failures(self) -> int:
         """Number of blocks that failed verification in all locations."""
         return self._load.verification_failures
 
-    def record_step(
-        self, one: StepBatches, lanes: Sequence[int], counts: LoaderCounts, *, last: bool
-    ) -> None:
+    def record_step(self, one: StepBatches, lanes: Sequence[int], *, last: bool) -> None:
         """Journal a step that is about to be handed out; `last` says that it is the last one of its epoch."""
         journal, remote = self.journal, self.remote
         if journal is not None:
             journal.record_step(one.step, lanes, one.lane_counts.tolist(), one.samples)
         for facts in one.replaced:
             self._record_replacements(facts)
-            counts.substitutions += 1
+            self._counts.substitutions += 1
         if remote is not None:
             remote.supply.advance(one.step)
             if journal is not None:
@@ -236,25 +255,23 @@ class LoaderResources:
 class Loop(Iterator[Batch]):
     """Iterator over the steps of one epoch; ``iter(loader)`` returns one.
 
-    `hand_out` takes the next step from the pipeline and returns it as the trainer gets it; `finish` is called when
-    another batch is requested after the last step. The pipeline is replaced when lanes move. `stop` is the first step
-    of the next epoch.
+    `hand_out` returns the next batch; `finish` is called when another one is requested after the last step, and `leave`
+    when the loop is ended before it.
     """
 
     def __init__(
         self,
         hand_out: Callable[[Loop], Batch],
         finish: Callable[[Loop], None],
-        pipeline: Pipeline,
+        leave: Callable[[Loop], None],
         numbers: range,
         stop: int,
-        counts: LoaderCounts,
     ) -> None:
-        self._hand_out, self._finish = hand_out, finish
-        self.pipeline, self.stop, self.counts = pipeline, stop, counts
+        self._hand_out, self._finish, self._leave = hand_out, finish, leave
         self.left = numbers  # not handed out yet
-        self.ended_by: str | None = None  # reason why it ended before its last step
-        self._turn = threading.Lock()
+        self.stop = stop  # the first step of the next epoch
+        self.ended_by: str | None = None  # reason why it ended before its last step, or what came after it
+        self._turn, self._process = threading.Lock(), os.getpid()
 
     def __next__(self) -> Batch:
         """Return the next batch."""
@@ -279,7 +296,12 @@ class Loop(Iterator[Batch]):
             self._turn.release()
 
     def _take_turn(self) -> None:
-        """Raise UsageError if another thread is taking a batch; the loop does not change."""
+        """Raise UsageError if another thread is taking a batch, or in a forked child; the loop does not change."""
+        if self.left and self._process != os.getpid():
+            raise UsageError(
+                "this loop was begun in the parent process, and its threads and blocks are there; iterate "
+                "over the loader again to begin one here"
+            )
         if not self._turn.acquire(blocking=False):
             raise UsageError(
                 f"another thread is taking step {self.left[0] if self.left else self.stop} from this loop, and batches "
@@ -294,15 +316,15 @@ class Loop(Iterator[Batch]):
             "the next batch without leaving the loop call loader.peek()"
         )
 
-    def close(self) -> None:
+    def close(self, reason: str = "it was closed") -> None:
         """End the loop and stop reading for it; may be called twice."""
-        self.ended_by = self.ended_by or "it was closed"
-        if self.left:
-            self.pipeline.close()
+        if self.ended_by is None:
+            self.ended_by = reason
+            if self.left:
+                self._leave(self)
 
     def __del__(self) -> None:
-        if self.left:
-            self.pipeline.close()
+        self.close()
 
     @property
     def is_under_way(self) -> bool:
@@ -315,84 +337,58 @@ class LiveLoader:
 
     def __init__(self, lanes: list[int]) -> None:
         self.lanes = lanes  # that the rank works now
-        self.counts = LoaderCounts()  # of the current or last loop
+        self.counts = LoaderCounts()  # of all loops
+        self._before = LoaderCounts()  # the same when the current or last loop began
         self.resources: LoaderResources | None = None  # open in this process; None before the first loop
         self.handed_out = 0  # the step after the last one handed out
         self.cells = 0  # handed out in all loops
-        self.chosen_prefetch = 0  # finished steps that may wait, if that was changed while the loader ran
         # `time.perf_counter` of the loop's start, and of the last batch
         self.started_at = self.handed_at = 0.0
         self.computed_s = -1.0  # time of the rank's part of the last step; negative if not reported
-        self._with_trainer: LoaderCounts | None = None  # counters of the loop whose batch the trainer has
-        self._lock = threading.Lock()
-        self._past: Counter[str] = Counter()  # sums of the counters of earlier loops
+        self._is_with_trainer = False  # the trainer has a batch
 
-    def begin_loop(self, counts: LoaderCounts) -> None:
-        """Add the counters of the last loop to the sums, and count in `counts` from now on."""
-        with self._lock:
-            self._past.update(_numbers(self.counts, but="last_wait_s"))
-            self.counts = counts
+    def begin_loop(self) -> None:
+        """Count a loop from now on."""
+        self.counts.last_wait_s = 0.0
+        self._before = copy.copy(self.counts)
         self.started_at = self.handed_at = time.perf_counter()
 
-    def begin_batch(self, counts: LoaderCounts) -> None:
-        """Note that the trainer gets a batch of the loop with these counters."""
-        self._with_trainer = counts
+    def hand_out(self, cursor: int) -> None:
+        """Note that the trainer gets a batch; `cursor` is the step after it."""
+        self.handed_out, self._is_with_trainer = cursor, True
+        self.cells += len(self.lanes)
         self.handed_at, self.computed_s = time.perf_counter(), -1.0
 
-    def end_batch(self, counts: LoaderCounts) -> bool:
-        """Note that the trainer comes back to the loop with these counters; return True if it had a batch of it."""
-        if self._with_trainer is not counts:
-            return False
-        self._with_trainer = None
-        counts.computed_s += max(0.0, self.computed_s)
-        return True
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """Reads for the current loop or for the next one; None if nothing is read."""
-        return None if self.resources is None else self.resources.pipeline
-
-    @property
-    def prefetch(self) -> int | None:
-        """Number of finished steps that may wait; None if each step is gathered on request."""
-        return None if self.pipeline is None else self.pipeline.prefetch or None
-
-    @prefetch.setter
-    def prefetch(self, steps: int) -> None:
-        self.chosen_prefetch = steps
-        if self.pipeline is not None:
-            self.pipeline.prefetch = steps
+    def come_back(self) -> bool:
+        """Note that the trainer has finished its batch; return False if it had none."""
+        had_batch, self._is_with_trainer = self._is_with_trainer, False
+        if had_batch:
+            self.counts.computed_s += max(0.0, self.computed_s)
+        return had_batch
 
     def of_loop(self) -> dict[str, float]:
-        """Return counters of the loop and of all block loads, for `Loader.stats`."""
-        counts = self.counts
-        found = _numbers(counts) | self._now() | {"lanes": float(len(self.lanes))}
-        found["wait_per_step_s"] = counts.consumer_wait_s / max(1, counts.steps)
-        elapsed = found["elapsed_s"] = self.handed_at - self.started_at
-        found["samples_per_s"] = counts.samples / elapsed if elapsed else 0.0
-        return found | self.reads()
+        """Return counters of the current or last loop and of all block loads, for `Loader.stats`."""
+        before = _numbers(self._before)
+        found = {name: value - before[name] for name, value in _numbers(self.counts).items()}
+        elapsed = self.handed_at - self.started_at
+        return found | self._now() | self.reads() | {
+            "lanes": float(len(self.lanes)),
+            "elapsed_s": elapsed,
+            "wait_per_step_s": found["consumer_wait_s"] / max(1.0, found["steps"]),
+            "samples_per_s": found["samples"] / elapsed if elapsed else 0.0,
+        }  # fmt: skip
 
     def of_all_loops(self) -> dict[str, float]:
         """Return counters summed over all loops, for telemetry, whose counters only grow."""
-        with self._lock:
-            found: Counter[str] = self._past.copy()
-            counts = self.counts
-            found.update(_numbers(counts, but="last_wait_s"))
-        more = {"cells": float(self.cells), "last_wait_s": counts.last_wait_s}
+        found = _numbers(self.counts) | self._now() | {"cells": float(self.cells)}
         if self.resources is not None:
-            more["memory_bytes"] = float(self.resources.memory.pool.limit)
-            more["verification_failures"] = float(self.resources.verification_failures)
-        return dict(found) | self._now() | more
+            found["memory_bytes"] = float(self.resources.memory.pool.limit)
+            found["verification_failures"] = float(self.resources.verification_failures)
+        return found
 
     def _now(self) -> dict[str, float]:
         found = {"step": float(self.handed_out)}
-        if self.pipeline is not None:
-            found["queued_groups"], found["queued_steps"] = map(float, self.pipeline.queued)
-        if self.resources is not None:
-            window = self.resources.window
-            found |= _numbers(window.counts)
-            found["window_bytes"] = float(window.nbytes)
-        return found
+        return found if self.resources is None else found | self.resources.numbers()
 
     def reads(self) -> dict[str, float]:
         """Return counters of network reads and of the cache; empty if all blocks are local."""
@@ -401,8 +397,8 @@ class LiveLoader:
         )
 
 
-def _numbers(counts: LoaderCounts | WindowCounts, but: str = "") -> dict[str, float]:
-    return {name: float(value) for name, value in msgspec.structs.asdict(counts).items() if name != but}
+def _numbers(counts: LoaderCounts | WindowCounts) -> dict[str, float]:
+    return {name: float(value) for name, value in msgspec.structs.asdict(counts).items()}
 
 
 def _needs_network(sources: Sources) -> bool:

@@ -287,7 +287,7 @@ def test_settings_change_while_the_run_goes_on(roots: tuple[str, str], tmp_path:
         )
         trainer.until(lambda: len(events("control_changed")) >= 9)
         # 8 → 4 → 2 MiB, 4 → 8 → 9 steps, 64 → 32 → 16 MiB, and three that change at once
-        assert (memory.bound, loader.live.prefetch, remote.supply.cache.limit) == (2 * MIB, 9, 16 * MIB)
+        assert (memory.bound, resources.prefetch, remote.supply.cache.limit) == (2 * MIB, 9, 16 * MIB)
         assert (remote.hedge, remote.location("root"), remote.location("mirror")) == (
             False,
             (0, True),
@@ -306,7 +306,7 @@ def test_settings_change_while_the_run_goes_on(roots: tuple[str, str], tmp_path:
 
         (run / "control.toml").unlink()
         trainer.until(lambda: len(events("control_changed")) >= 17)
-        assert (memory.bound, loader.live.prefetch, remote.supply.cache.limit) == (8 * MIB, 4, 64 * MIB)
+        assert (memory.bound, resources.prefetch, remote.supply.cache.limit) == (8 * MIB, 4, 64 * MIB)
         assert (remote.hedge, remote.location("root"), remote.location("mirror")) == (
             True,
             (0, False),

@@ -90,7 +90,8 @@ def _batches(root: Path) -> tuple[list[Any], int | None]:
     ds = shardkit.open(str(root))
     with ds.loader(ds.plan(global_batch=30, lanes=3, seed=5), tensors=True) as loader:
         batches = list(loader)
-        return batches, loader.live.prefetch
+        assert loader.resources is not None
+        return batches, loader.resources.prefetch
 
 
 def test_batches_are_pinned_ahead_of_the_trainer_where_cuda_is_in_use(

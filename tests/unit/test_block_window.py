@@ -92,7 +92,7 @@ def group_of(steps: Sequence[Sequence[int]], first: int = 0) -> StepGroup:
 
 
 def admitted(window: BlockWindow, steps: Sequence[Sequence[int]]) -> GroupBlocks:
-    blocks, rest = window.admit(group_of(steps), lambda step, needed: None)
+    blocks, rest = window.admit(window.loop, group_of(steps), lambda step, needed: None)
     assert rest is None
     return blocks
 
@@ -103,7 +103,7 @@ def work(window: BlockWindow, steps: Sequence[Sequence[int]], rows_of: Any = _Fa
     waiting: deque[GroupBlocks] = deque()
     while left is not None or waiting:
         while left is not None and len(waiting) < 2:
-            blocks, left = window.admit(left, lambda step, needed: None)
+            blocks, left = window.admit(window.loop, left, lambda step, needed: None)
             waiting.append(blocks)
         one = waiting.popleft()
         rows = rows_of(one.which)
@@ -168,7 +168,7 @@ def test_every_step_finds_its_blocks_within_the_budget(
     budget = max(len(set(step)) for step in steps) * most + room
     window = window_of(Blocks(most=most), budget, threads)
     for _ in range(2):
-        loop = window.begin_loop()
+        loop = window.loop
         for step, there in zip(steps, work(window, steps), strict=True):
             assert set(step) == there
             assert window.nbytes <= budget
@@ -202,7 +202,7 @@ def test_blocks_of_all_sizes_are_what_was_written(
     source.open(queue)
     window = BlockWindow(cast(Any, source), queue, memory)
     for _ in range(2):
-        loop = window.begin_loop()
+        loop = window.loop
         for step, there in zip(steps, work(window, steps, _Contents), strict=True):
             assert there == {source.contents[block] for block in step}
         window.end_loop(loop)
@@ -216,10 +216,9 @@ def test_loops_that_are_left_anywhere_leave_what_they_loaded(
 ) -> None:
     window = window_of(Blocks(), 2 * max(len(set(step)) for step in steps), threads)
     for stop in [*stops, len(steps)]:
-        loop = window.begin_loop()
+        loop = window.loop
         for step, there in zip(steps[:stop], work(window, steps), strict=False):
             assert set(step) == there
-        window.wake(loop)
         window.end_loop(loop)
     window.close()
 
@@ -274,12 +273,11 @@ def test_a_failed_block_is_raised_at_its_step_and_tried_again_in_the_next_loop()
 
 def test_a_loop_that_ends_late_takes_nothing_from_the_one_that_was_begun_since() -> None:
     window = window_of(Blocks(), budget=100, threads=2)
-    late = window.begin_loop()
-    window.begin_loop()
+    late = window.loop
+    window.end_loop(window.loop)
     window.end_loop(late)
     one = admitted(window, [[1], [2, 3]])
     window.end_loop(late)
-    window.wake(late)
     for step in range(2):
         assert step in one.wait(step, 1, 60, lambda waited: None)
     window.close()
@@ -287,10 +285,10 @@ def test_a_loop_that_ends_late_takes_nothing_from_the_one_that_was_begun_since()
 
 def test_a_loop_that_was_superseded_takes_no_rows_of_the_next() -> None:
     window = window_of(Blocks(), budget=3, threads=2)
-    window.begin_loop()
+    window.end_loop(window.loop)
     one = admitted(window, [[1, 2, 3], [1, 2, 3]])
     one.wait(0, 1, 60, lambda waited: None)
-    window.begin_loop()
+    window.end_loop(window.loop)
     other = admitted(window, [[4, 5, 6]])
     with pytest.raises(UsageError, match="closed while this loop waited"):
         one.take(range(1), [0, 3], _Facts(one.which))
@@ -310,15 +308,14 @@ def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
         return LoadedBlock(block)
 
     window = window_of(Blocks(load), budget=100, threads=1)
-    loop = window.begin_loop()
+    loop = window.loop
     one = admitted(window, [[1], [2, 3]])
     assert begun.wait(60)
-    threading.Timer(0.2, lambda: window.wake(loop)).start()
+    threading.Timer(0.2, lambda: window.end_loop(loop)).start()
     with pytest.raises(UsageError, match="closed while this loop waited"):
         one.wait(0, 1, 60, lambda waited: pytest.fail("nobody says that the loop has stopped"))
     window.end_loop(loop)
     assert not window.is_loaded(1)
-    window.begin_loop()
     go.set()
     assert [*work(window, [[2], [1]])] == [{2}, {1}]
     assert window.counts.block_loads == 3, "what had begun, and what was asked for since"
@@ -342,11 +339,10 @@ def test_a_block_that_comes_after_its_job_was_dropped_changes_nothing() -> None:
             return np.where(blocks == 3, 2, 1), np.zeros(len(blocks), np.int64)
 
     window = window_of(Sized(load), budget=2, threads=2)
-    loop = window.begin_loop()
+    loop = window.loop
     admitted(window, [[1], [2], [3]])  # both slots are given up for the third block, which takes one
     assert begun.wait(60)
     window.end_loop(loop)
-    window.begin_loop()
     one = admitted(window, [[4]])
     assert one.wait(0, 1, 60, lambda waited: None) == range(1)
     go.set()
@@ -371,7 +367,7 @@ def test_steps_end_while_other_blocks_are_admitted() -> None:
             return super().jobs(blocks, own)
 
     window = window_of(Slow(), budget=4, threads=1)
-    window.begin_loop()
+    window.end_loop(window.loop)
     one = admitted(window, [[0], [1], [2], [3]])
     one.wait(3, 1, 60, lambda waited: None)
     groups: list[GroupBlocks] = []
@@ -426,7 +422,7 @@ def test_only_what_the_same_epoch_had_is_counted_as_loaded_again() -> None:
             assert [*work(window, [[block]])] == [{block}]
         return window.epoch.loads, window.epoch.reloads
 
-    window.begin_loop()
+    window.end_loop(window.loop)
     window.begin_epoch()
     assert use(range(20)) == (20, 0)
     assert use(range(10)) == (30, 10)
