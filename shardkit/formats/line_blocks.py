@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
+from numpy.typing import NDArray
 
 from shardkit.documents import Record, decode, encode
 from shardkit.errors import FormatError, ShardkitError, SourceError
@@ -67,10 +69,21 @@ LineName = Callable[[int], str]
 """Returns the name of a line for messages, given its number among the lines that are parsed."""
 
 
+def line_starts(lines: bytes, *, returns: bool = False) -> NDArray[np.int64]:
+    """Return where each line begins; with `returns`, a carriage return by itself ends a line, too."""
+    octets = np.frombuffer(lines, np.uint8)
+    ends = octets == ord("\n")
+    if returns and b"\r" in lines:
+        ends |= (octets == ord("\r")) & (np.append(octets[1:], 0) != ord("\n"))
+    ends[-1] = False  # no line begins after the last
+    return np.append(0, np.flatnonzero(ends) + 1)
+
+
 class LineRows(NamedTuple):
     """The rows of consecutive lines."""
 
-    lines: Sequence[int]  # number, among these lines, of the first line of each row; empty lines are no rows
+    # number, among these lines, of the first line of each row; empty lines are no rows
+    lines: NDArray[np.int64]
     rows: Any  # of each row its object of JSON, or the error that says why there is none; or rows of CSV
     num_lines: int  # lines that the rows take, with empty ones
     num_bytes: int  # the same in bytes: less than all if the last row of CSV continues after the last line
@@ -131,14 +144,14 @@ def json_rows(data: bytes, name_of: LineName, is_last: bool = True) -> LineRows:
     """Parse lines of JSON; no row continues after them."""
     objects: list[Any] | None = parse_objects(data)
     if objects is not None:
-        return LineRows(range(len(objects)), objects, len(objects), len(data))
+        return LineRows(np.arange(len(objects)), objects, len(objects), len(data))
     lines = data.split(b"\n")
     numbers = [number for number, line in enumerate(lines) if line.strip()]
     trimmed = [lines[number].removeprefix(BOM_UTF8).strip(b" \t\r") for number in numbers]
     objects = parse_objects(b"\n".join(trimmed))
     if objects is None:
         objects = [_json_row(lines[number], name_of(number)) for number in numbers]
-    return LineRows(numbers, objects, len(lines) - (not lines[-1]), len(data))
+    return LineRows(np.array(numbers, np.int64), objects, len(lines) - (not lines[-1]), len(data))
 
 
 def _json_row(line: bytes, where: str) -> dict[str, object] | SourceError:
@@ -220,10 +233,10 @@ def csv_rows(
     """
     marks = (b'\n"', f'{delimiter}"'.encode())
     may_enclose = quote != "none" and b'"' in data and any(mark in b"\n" + data for mark in marks)
-    if data and are_plain_rows(quote, data) and not may_enclose:
+    if plain_row_starts(quote, data) is not None and not may_enclose:
         try:
             cells = _plain_cells(data, names, delimiter)
-            return LineRows(range(len(cells)), CsvRows(cells, {}), len(cells), len(data))
+            return LineRows(np.arange(len(cells)), CsvRows(cells, {}), len(cells), len(data))
         except (pa.ArrowInvalid, OverflowError):  # a row of another size, no UTF-8, or 2 GiB
             pass
     found = split_rows(data, delimiter, quote, name_of, encoding=encoding, is_last=is_last)
@@ -281,8 +294,8 @@ def split_rows(
     if not is_text or (quote == "maybe" and '"' in text):
         rows = [_checked(row, quote, encoding, name_of(line)) for row, line in zip(rows, lines, strict=True)]
     if not all(rows):
-        lines = [line for row, line in zip(rows, lines, strict=True) if row]
-        rows = [row for row in rows if row]
+        filled = [place for place, row in enumerate(rows) if row]
+        lines, rows = lines[filled], [rows[place] for place in filled]
     return found._replace(lines=lines, rows=rows)
 
 
@@ -312,19 +325,23 @@ def _parse_cells(text: str, delimiter: str, quote: str, name_of: LineName, *, is
     whole = (
         text if num_lines == reader.line_num else "".join(islice(io.StringIO(text, newline=""), num_lines))
     )
-    return LineRows(lines, rows, num_lines, len(whole.encode(errors=UNDECODED)))
+    return LineRows(np.array(lines, np.int64), rows, num_lines, len(whole.encode(errors=UNDECODED)))
 
 
-def are_plain_rows(quote: str, lines: bytes) -> bool:
-    r"""Return True if every line of a table is certainly a row.
+def plain_row_starts(quote: str, lines: bytes) -> NDArray[np.int64] | None:
+    r"""Return where each line of a table begins if it is certainly a row, otherwise None.
 
     A cell in quotes (unless `quote` is "none") may contain line ends, and only a reader from the start of the table
     can tell them from the ends of rows. Otherwise rows are counted as lines only if no line is empty and all line ends
     are ``\n`` or ``\r\n``.
     """
-    if (quote == '"' and b'"' in lines) or b"\n\n" in lines or lines.startswith((b"\n", b"\r")):
-        return False
-    return b"\r" not in lines or (b"\n\r" not in lines and lines.count(b"\r") == lines.count(b"\r\n"))
+    if not lines or (quote == '"' and b'"' in lines):
+        return None
+    if b"\r" in lines and lines.count(b"\r") != lines.count(b"\r\n"):
+        return None
+    starts = line_starts(lines)
+    first = np.frombuffer(lines, np.uint8)[starts]
+    return None if ((first == ord("\n")) | (first == ord("\r"))).any() else starts
 
 
 def _is_text(text: str) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from shardkit.errors import SourceError
 from shardkit.formats import Schema
 from shardkit.formats.foreign_blocks import OFFSET_BYTES
-from shardkit.formats.line_blocks import LineName, LineRows, LineSettings
+from shardkit.formats.line_blocks import LineName, LineRows, LineSettings, line_starts
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
@@ -30,7 +30,7 @@ from shardkit_tools.adopting.files import (
 from shardkit_tools.importers.csv import UTF8, CsvImporter, delimiter_of
 from shardkit_tools.importers.json_lines import JsonLinesImporter
 from shardkit_tools.importers.line_importer import LineBlock, LineImporter, ParseLines, parse_pieces
-from shardkit_tools.importers.line_ranges import line_starts, rows_to_infer, whole_lines
+from shardkit_tools.importers.line_ranges import rows_to_infer, whole_lines
 from shardkit_tools.importers.protocol import SourceFile
 from shardkit_tools.importers.source_files import open_each
 
@@ -85,7 +85,7 @@ def _counter(importer: LineImporter, file: SourceFile) -> ParseLines:
     def count(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
         starts = importer.plain_rows(data)
         if starts is not None:
-            return LineRows(range(len(starts)), starts, len(starts), len(data))
+            return LineRows(np.arange(len(starts)), starts, len(starts), len(data))
         found = parse(data, name_of, is_last)
         if isinstance(importer, CsvImporter):  # any cells that have been parsed can be encoded
             found = found._replace(rows=line_starts(data, returns=True)[found.lines])
@@ -117,6 +117,9 @@ class _LineScan:
     _is_good: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     _skipped: list[tuple[int, int]] = field(default_factory=list)  # of all blocks, see `LineSettings`
     _failures: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._has_header = isinstance(self.importer, CsvImporter)  # until the header has been read
 
     def run(self, parse: ParseLines) -> ScannedFile:
         """Read the file.
@@ -163,10 +166,11 @@ class _LineScan:
         """Hold rows until their block is complete; the header of a table is the head of the file."""
         data, is_table, starts = block.data, isinstance(self.importer, CsvImporter), block.rows
         if not (are_counted := isinstance(starts, np.ndarray)):
-            starts = line_starts(data, returns=is_table)[np.array(block.lines, np.int64) - block.first_line]
-        if is_table and block.numbers and block.numbers[0] == 0:
+            starts = line_starts(data, returns=is_table)[block.lines - block.first_line]
+        if self._has_header and len(starts):
             size = int(starts[1]) if len(starts) > 1 else len(data)
             self._pass.add_head(data[:size])
+            self._has_header = False
             data, starts, block = data[size:], starts[1:] - size, block.part(1, None)
         is_good = np.ones(len(starts), np.bool_) if are_counted else self._check(block)
         self._starts = np.append(self._starts, starts + len(self._data))

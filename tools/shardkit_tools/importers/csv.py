@@ -18,6 +18,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -34,8 +35,8 @@ from shardkit.formats.line_blocks import (
     UNDECODED,
     LineName,
     LineRows,
-    are_plain_rows,
     csv_rows,
+    plain_row_starts,
     split_rows,
 )
 from shardkit.formats.sample_columns import is_exact
@@ -50,10 +51,9 @@ from shardkit_tools.importers.line_importer import (
 from shardkit_tools.importers.line_ranges import (
     READ_BYTES,
     cut_lines,
-    line_starts,
     read_pieces,
 )
-from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceSchema
+from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceSchema, SourceTask
 from shardkit_tools.importers.source_files import (
     check_suffixes,
     file_suffix,
@@ -93,6 +93,14 @@ class CsvImporter(LineImporter):
     encoding: str
     quote: str
     """What encloses cells: '"', "none", or "maybe": the user must say so if a cell begins with a quote."""
+
+    @cached_property
+    def ranges(self) -> tuple[SourceTask, ...]:
+        # line ends are the byte 10, which does not hold for UTF-16
+        is_cut = b"\n".decode(self.encoding, "replace") == "\n"
+        return cut_lines(
+            self.files(), () if is_cut else [file.name for file in self.files()], self.plain_rows
+        )
 
     def pieces(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """As `LineImporter.pieces`; bytes that are not text of the encoding are none of UTF-8 either."""
@@ -134,9 +142,9 @@ class CsvImporter(LineImporter):
     def blocks(self, file: SourceFile, pieces: Iterable[bytes], first_line: int = 0) -> Iterator[LineBlock]:
         row = first_line - 1  # the header is no row
         for block in parse_pieces(file, pieces, self.parser(file), first_line):
-            found = block._replace(numbers=range(row, row + len(block.rows)))
+            found = block._replace(numbers=np.arange(row, row + len(block.rows)))
+            yield found.part(1, None) if row < 0 and len(block.rows) else found
             row += len(block.rows)
-            yield found.part(1, None) if found.numbers and found.numbers[0] < 0 else found
 
     def header(self, file: SourceFile) -> dict[str, None]:
         """Return the names of the columns of a file, in order."""
@@ -220,7 +228,7 @@ class CsvImporter(LineImporter):
         return block._replace(rows=replace(block.rows, bad=bad))
 
     def plain_rows(self, lines: bytes) -> NDArray[np.int64] | None:
-        return line_starts(lines) if are_plain_rows(self.quote, lines) else None
+        return plain_row_starts(self.quote, lines)
 
     def names_of(self, file: SourceFile) -> tuple[str, ...]:
         """Return the names of all columns of a file."""
@@ -268,14 +276,7 @@ def open_csv(source: Source, options: ImportOptions) -> CsvImporter:
         source.notes.append(
             f"the first column has no name and became {_INDEX}; --drop {_INDEX} leaves it out"
         )
-    # line ends are the byte 10, which does not hold for UTF-16
-    is_cut = b"\n".decode(encoding, "replace") == "\n"
-    whole = () if is_cut else [file.name for file in source.files]
-    return replace(
-        opened,
-        fields=options.schema(types, source.given),
-        cut=cut_lines(source.files, whole, is_plain=functools.partial(are_plain_rows, quote)),
-    )
+    return replace(opened, fields=options.schema(types, source.given))
 
 
 def _encoding(source: Source, options: ImportOptions) -> str:

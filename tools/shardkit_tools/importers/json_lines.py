@@ -11,6 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar, cast
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.extras import shell_word
 from shardkit.formats.json_values import MAX_JSON_DEPTH
-from shardkit.formats.line_blocks import ONE_A_LINE, json_rows, object_of
+from shardkit.formats.line_blocks import ONE_A_LINE, json_rows, line_starts, object_of
 from shardkit_tools.importers.json_arrays import read_array
 from shardkit_tools.importers.json_types import SCAN_ROWS, TypeInference, check_rows
 from shardkit_tools.importers.line_importer import (
@@ -31,8 +32,8 @@ from shardkit_tools.importers.line_importer import (
     note_partitions,
     parse_pieces,
 )
-from shardkit_tools.importers.line_ranges import cut_lines, line_starts, read_pieces
-from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, array_note
+from shardkit_tools.importers.line_ranges import cut_lines, read_pieces
+from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask, array_note
 from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
 
 _LOOKED_AT = 4096
@@ -53,6 +54,10 @@ class JsonLinesImporter(LineImporter):
     structs: frozenset[str]
     """Objects whose members are the fields, because of `flatten`; a null in their place is dropped."""
 
+    @cached_property
+    def ranges(self) -> tuple[SourceTask, ...]:
+        return cut_lines(self.files(), self.arrays)
+
     def parser(self, file: SourceFile) -> ParseLines:
         return json_rows
 
@@ -60,14 +65,10 @@ class JsonLinesImporter(LineImporter):
         octets, starts = np.frombuffer(lines, np.uint8), line_starts(lines)
         if (octets[starts] != ord("{")).any() or (b"\\" in lines and _HALF_CHARACTER.search(lines)):
             return None
-        opens = (octets == ord("{")) | (octets == ord("["))
-        if (
-            np.count_nonzero(opens) > len(starts) + MAX_JSON_DEPTH
-            and (  # a line may nest too deeply
-                np.add.reduceat(opens, starts, dtype=np.int64) > MAX_JSON_DEPTH
-            ).any()
-        ):
-            return None
+        if lines.count(b"{") + lines.count(b"[") > len(starts) + MAX_JSON_DEPTH:
+            opens = (octets == ord("{")) | (octets == ord("["))
+            if (np.add.reduceat(opens, starts, dtype=np.int64) > MAX_JSON_DEPTH).any():
+                return None  # a line may nest too deeply
         return starts
 
     def blocks(self, file: SourceFile, pieces: Iterable[bytes], first_line: int = 0) -> Iterator[LineBlock]:
@@ -151,7 +152,6 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
         fields=options.schema(types, source.given, names=left_out),
         options=options,
         types=types,
-        cut=cut_lines(source.files, arrays),
         arrays=arrays,
         structs=structs,
     )
@@ -200,8 +200,8 @@ def _items(file: SourceFile) -> Iterator[LineBlock]:
             damage = error
         if not rows and damage is None:
             return
-        numbers = range(first, first + len(rows))
-        first = numbers.stop
+        numbers = np.arange(first, first + len(rows))
+        first += len(rows)
         yield LineBlock(file, b"", 0, numbers, rows, numbers, "item")
     raise damage
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -42,9 +43,9 @@ class LineBlock(NamedTuple):
     file: SourceFile
     data: bytes  # empty if they are items of an array
     first_line: int  # number of lines before them
-    lines: Sequence[int]  # number in the file of the first line of each row
+    lines: NDArray[np.int64]  # number in the file of the first line of each row
     rows: Any  # see `LineRows`; or of each row its sample, or the error that says why there is none
-    numbers: Sequence[int]  # number of each row in the file, for its origin
+    numbers: NDArray[np.int64]  # number of each row in the file, for its origin
     unit: str = "line"
 
     def name_of(self, row: int) -> str:
@@ -83,11 +84,8 @@ def parse_pieces(
         rest = data[found.num_bytes :]
         held, wanted = [rest] if rest else [], 2 * len(rest)
         if found.num_bytes:
-            lines = found.lines
-            shifted = (
-                range(line, line + len(lines)) if isinstance(lines, range) else [line + one for one in lines]
-            )
-            yield LineBlock(file, data[: found.num_bytes], line, shifted, found.rows, shifted)
+            lines = found.lines + line
+            yield LineBlock(file, data[: found.num_bytes], line, lines, found.rows, lines)
         line += found.num_lines
 
 
@@ -119,6 +117,14 @@ def note_partitions(source: Source) -> None:
 @dataclass(frozen=True, kw_only=True)
 class LineImporter(FileImporter):
     """Base class of importers of files of lines."""
+
+    @cached_property
+    def ranges(self) -> tuple[SourceTask, ...]:
+        """The tasks; large files are read for them."""
+        raise NotImplementedError
+
+    def tasks(self) -> Sequence[SourceTask]:
+        return self.ranges
 
     def pieces(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """Yield a file, or a range that starts and stops at line ends, in pieces of whole lines of UTF-8."""
@@ -160,10 +166,10 @@ class LineImporter(FileImporter):
                 continue
             arrays, bad = self.encode(block)
             for row, error in sorted(bad.items()):
-                yield SourceFailure(block.file.name, block.numbers[row], error)
+                yield SourceFailure(block.file.name, int(block.numbers[row]), error)
             if len(bad) < len(block.rows):
                 batch = pa.RecordBatch.from_arrays(arrays, schema=arrow_schema(self.schema, keys=False))
-                origin = RowOrigin([block.file.name] * len(block.rows), np.array(block.numbers, np.int64))
+                origin = RowOrigin([block.file.name] * len(block.rows), block.numbers)
                 yield DecodedRows(batch, origin).without(bad)
 
     def _rows(self, task: SourceTask) -> SampleStream:
@@ -172,7 +178,7 @@ class LineImporter(FileImporter):
                 yield block
                 continue
             block = self.samples(block)
-            for row, (number, sample) in enumerate(zip(block.numbers, block.rows, strict=True)):
+            for row, (number, sample) in enumerate(zip(block.numbers.tolist(), block.rows, strict=True)):
                 if isinstance(sample, ShardkitError):
                     yield SourceFailure(block.file.name, number, sample)
                 else:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from typing import BinaryIO, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shardkit.errors import SourceError
+from shardkit.formats.line_blocks import line_starts
 from shardkit_tools.importers.protocol import SourceFile, SourceTask
 from shardkit_tools.importers.source_files import (
     group_files,
@@ -18,7 +16,7 @@ from shardkit_tools.importers.source_files import (
 
 _Row = TypeVar("_Row")
 _RANGE_BYTES = 64 << 20
-READ_BYTES = 1 << 20
+READ_BYTES = 4 << 20
 """Number of bytes that are read and parsed at once; the end of their last line is added."""
 
 _MAX_LINE_BYTES = 1 << 30
@@ -35,15 +33,20 @@ def rows_to_infer(files: Sequence[SourceFile], rows: int) -> int | None:
 def cut_lines(
     files: Sequence[SourceFile],
     whole: Collection[str] = (),
-    *,
-    is_plain: Callable[[bytes], bool] = lambda piece: True,
+    starts_of: Callable[[bytes], Sized | None] = line_starts,
 ) -> tuple[SourceTask, ...]:
-    """Return tasks in source order: large files are split at line ends, small ones are grouped."""
+    """Return tasks in source order: large files are split at line ends, small ones are grouped.
+
+    Args:
+        files: the files, of which large ones are read.
+        whole: names of files that are not split.
+        starts_of: returns where the lines of a piece begin, or None if the file cannot be split.
+    """
     tasks: list[SourceTask] = []
     small: list[SourceFile] = []
     for file in files:
         is_small = file.name in whole or is_compressed(file) or file.size <= 2 * _RANGE_BYTES
-        borders = [] if is_small else _borders(file, is_plain)
+        borders = [] if is_small else _borders(file, starts_of)
         if not borders:
             small.append(file)
             continue
@@ -106,16 +109,6 @@ def whole_lines(stream: BinaryIO, path: str, size: int | None = None) -> Iterato
         raise damage
 
 
-def line_starts(lines: bytes, *, returns: bool = False) -> NDArray[np.int64]:
-    """Return where each line begins; with `returns`, a carriage return by itself ends a line, too."""
-    octets = np.frombuffer(lines, np.uint8)
-    ends = octets == ord("\n")
-    if returns and b"\r" in lines:
-        ends |= (octets == ord("\r")) & (np.append(octets[1:], 0) != ord("\n"))
-    ends[-1] = False  # no line begins after the last
-    return np.append(0, np.flatnonzero(ends) + 1)
-
-
 def before_damage(rows: Iterator[_Row], *, skip: bool) -> Iterator[_Row]:
     """Yield the rows of a file for inference; with `skip`, an error ends them."""
     try:
@@ -125,14 +118,15 @@ def before_damage(rows: Iterator[_Row], *, skip: bool) -> Iterator[_Row]:
             raise
 
 
-def _borders(file: SourceFile, is_plain: Callable[[bytes], bool]) -> list[tuple[int, int]]:
+def _borders(file: SourceFile, starts_of: Callable[[bytes], Sized | None]) -> list[tuple[int, int]]:
     """Return (first byte, line number) of ranges that start at a line and have at least the range size."""
     borders = [(0, 0)]
     at = line = 0
     for piece in read_pieces(file):
-        if not is_plain(piece):
+        starts = starts_of(piece)
+        if starts is None:
             return []
         if at - borders[-1][0] >= _RANGE_BYTES:
             borders.append((at, line))
-        at, line = at + len(piece), line + piece.count(b"\n")
+        at, line = at + len(piece), line + len(starts)
     return borders
