@@ -51,6 +51,10 @@ class BatchHeader(NamedTuple):
 _I8, _U8, _I16, _U16, _I32, _U32, _I64 = map(struct.Struct, ("<b", "<B", "<h", "<H", "<i", "<I", "<q"))
 
 
+_BLOCK = struct.Struct("<qi4xq")
+"""Place of a message in a file: its offset, and the bytes of its metadata and body (File.fbs, Block)."""
+
+
 class MetadataTable:
     """One FlatBuffers table; an access outside `data` raises FormatError."""
 
@@ -134,6 +138,20 @@ def read_message_head(metadata: bytes) -> MessageHead:
     if rows < 0 or body < 0 or body % 8:
         raise FormatError(f"arrow message: {rows} rows, body of {body} bytes")
     return MessageHead(kind, rows, 8 + len(metadata) + body)
+
+
+def end_of_blocks(footer: bytes) -> int:
+    """Return where the last message of a file ends, given its footer; 0 if it lists none.
+
+    Raises:
+        FormatError: The footer refers to bytes outside of it.
+    """
+    view = memoryview(footer)
+    root = MetadataTable(view, int.from_bytes(view[:4], "little"))
+    blocks = b"".join(
+        view[root.structs(slot, _BLOCK.size)] for slot in (2, 3)
+    )  # dictionaries, record batches
+    return max((sum(block) for block in _BLOCK.iter_unpack(blocks)), default=0)
 
 
 def read_batch_header(message: memoryview) -> BatchHeader:

@@ -265,11 +265,26 @@ def sizes(folder: Path) -> None:
     path.write_bytes(data)
 
 
+def twice(folder: Path) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"].append(index["shards"][0])
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def one_name(folder: Path) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    for entry in index["shards"]:
+        entry["column_names"][1] = entry["column_names"][0]
+    (folder / "index.json").write_text(json.dumps(index))
+
+
 DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut": (cut, r"shard\.00001\.mds: .* the index says"),
     "hash": (hashed, r"shard\.00001\.mds: xxh64 is .*, the index says 0000"),
     "text": (text, r"shard\.00001\.mds row 0: field 'text'"),
     "offsets": (offsets, r"shard\.00001\.mds: its row offsets do not follow"),
+    "twice": (twice, r"the index lists the shard 'shard\.00000\.mds' twice"),
+    "one name": (one_name, r"index\.json: two columns are called"),
     "sizes": (sizes, r"shard\.00001\.mds row 0: .* its fields ask for"),
 }
 
@@ -281,6 +296,15 @@ def test_damaged_shards_are_named(tmp_path: Path, case: str) -> None:
     damage(tmp_path / "mds")
     with pytest.raises(SourceError, match=message):
         adopt([tmp_path / "mds"], tmp_path / "root", block_size="8KiB")
+
+
+def test_shards_that_the_index_does_not_list_are_reported(tmp_path: Path) -> None:
+    """A writer that is killed leaves shards without an entry."""
+    write_mds(tmp_path / "mds")
+    shutil.copy(tmp_path / "mds/shard.00001.mds", tmp_path / "mds/shard.00002.mds")
+    result = adopt([tmp_path / "mds"], tmp_path / "root")
+    assert result.rows == 500
+    assert "left out what the index does not list (1): shard.00002.mds" in result.notes
 
 
 REFUSED: dict[str, tuple[list[str], dict[str, Any], type[ShardkitError], str]] = {

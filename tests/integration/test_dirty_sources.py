@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import re
+import struct
 import tarfile
 import uuid
 from codecs import BOM_UTF8
@@ -853,6 +854,19 @@ def _stream_of(table: Any) -> bytes:
     return bytes(out.getvalue())
 
 
+def _file_of(table: Any, **settings: Any) -> bytes:
+    out = pa.BufferOutputStream()
+    with pa.ipc.new_file(out, table.schema, options=pa.ipc.IpcWriteOptions(**settings)) as writer:
+        writer.write_table(table, 1)
+    return bytes(out.getvalue())
+
+
+def _archive_of(**arrays: Any) -> bytes:
+    out = io.BytesIO()
+    np.savez(out, **arrays)
+    return out.getvalue()
+
+
 def _parquet_of(table: Any) -> bytes:
     out = pa.BufferOutputStream()
     pq.write_table(table, out)
@@ -865,9 +879,16 @@ def _parquet_of(table: Any) -> bytes:
     [
         ("a.csv", b"x,y\n1,2\n", r"a\.csv line 3: repeats the header"),
         ("a.arrow", _stream_of(pa.table({"x": [1], "y": [2]})), "several streams in one file"),
+        ("a.arrow", _file_of(pa.table({"x": [1], "y": [2]})), "several Arrow files in one"),
+        (
+            "a.feather",
+            _file_of(pa.table({"x": [1], "y": [2]}), compression="lz4"),
+            "several Arrow files in one",
+        ),
+        ("a.npz", _archive_of(x=np.array([1]), y=np.array([2])), "several archives in one file"),
         ("a.parquet", _parquet_of(pa.table({"x": [1], "y": [2]})), "several Parquet files in one"),
     ],
-    ids=["csv", "arrow", "parquet"],
+    ids=["csv", "stream", "arrow", "feather", "npz", "parquet"],
 )
 def test_files_that_cat_has_joined_lose_no_rows_in_silence(
     way: Way, name: str, data: bytes, expected: str, tmp_path: Path
@@ -881,6 +902,30 @@ def test_files_that_cat_has_joined_lose_no_rows_in_silence(
         assert re.search(expected, said)
     (tmp_path / name).write_bytes(data)
     assert way(tmp_path / name, tmp_path / "one")[0] == [{"x": 1, "y": 2}]
+
+
+@WAYS
+@pytest.mark.parametrize(("first", "second"), [(1, 9), (9, 1)])
+def test_an_arrow_file_after_another_is_found_whatever_their_sizes(
+    way: Way, first: int, second: int, tmp_path: Path
+) -> None:
+    files = [_file_of(pa.table({"x": list(range(rows))})) for rows in (first, second)]
+    (tmp_path / "a.arrow").write_bytes(b"".join(files))
+    with pytest.raises(ShardkitError, match=r"a\.arrow: its footer lists messages up to byte \d+"):
+        way(tmp_path / "a.arrow", tmp_path / "root")
+
+
+@WAYS
+def test_tokens_in_no_document_are_reported(way: Way, tmp_path: Path) -> None:
+    """A writer that is killed leaves tokens that its index does not list."""
+    index = struct.pack("<QBQQ", 1, 8, 2, 3) + np.array([2, 1], "<i4").tobytes()
+    index += np.array([0, 4], "<i8").tobytes() + np.array([0, 1, 2], "<i8").tobytes()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.idx").write_bytes(b"MMIDIDX\0\0" + index)
+    (tmp_path / "in/a.bin").write_bytes(np.array([1, 2, 3, 4], "<u2").tobytes())
+    rows, said = way(tmp_path / "in", tmp_path / "root", from_="tokens")
+    assert [row["tokens"].tolist() for row in rows] == [[1, 2], [3]]
+    assert "a.bin: 2 bytes are in no document of its index, and are left out" in said
 
 
 @WAYS

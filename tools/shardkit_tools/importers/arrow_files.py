@@ -19,8 +19,10 @@ import pyarrow.ipc
 
 from shardkit.errors import FormatError, SourceError
 from shardkit.formats.arrow_message import (
+    FILE_MAGIC,
     RECORD_BATCH,
     MessageHead,
+    end_of_blocks,
     message_metadata_bytes,
     read_message_head,
 )
@@ -45,8 +47,9 @@ from shardkit_tools.importers.table_columns import (
 )
 from shardkit_tools.importers.tables import TASK_BYTES, Batches, TableImporter, make_tasks
 
-_MAGIC = b"ARROW1"
 _SEVERAL = "data follows the end of its stream (several streams in one file?), which would be lost"
+_TAIL_BYTES = 10  # size of the footer, and magic
+_MAX_GAP_BYTES = 64  # end of the stream and padding, between the last message and the footer
 _SCAN_ROWS = 100_000  # rows whose nulls decide which fields are optional
 _INFO, SAVED_STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 
@@ -203,7 +206,7 @@ def list_messages(file: SourceFile) -> list[Message]:
     messages: list[Message] = []
     with open_file(file) as stream:
         try:
-            is_file = stream.read(len(_MAGIC)) == _MAGIC
+            is_file = stream.read(len(FILE_MAGIC)) == FILE_MAGIC
             position = 8 if is_file else 0
             while position < file.size:
                 stream.seek(position)
@@ -225,8 +228,8 @@ def list_messages(file: SourceFile) -> list[Message]:
 def open_ipc(file: SourceFile) -> Iterator[tuple[Any, BinaryIO]]:
     """Open a reader of an Arrow file or stream, and the stream that it reads from."""
     with open_file(file) as stream:
-        head = stream.read(len(_MAGIC))
-        is_file = head == _MAGIC
+        head = stream.read(len(FILE_MAGIC))
+        is_file = head.startswith(FILE_MAGIC)
         stream.seek(0)
         if head.startswith(b"FEA1"):
             raise SourceError(
@@ -235,12 +238,28 @@ def open_ipc(file: SourceFile) -> Iterator[tuple[Any, BinaryIO]]:
         try:
             reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream)
             _ = reader.schema.names  # decoded here: names may not be UTF-8
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            if is_file:
+                _refuse_several(stream, file)
+        except (pa.ArrowException, FormatError, OSError, UnicodeDecodeError) as error:
             raise SourceError(
                 f"{file.path}: not a readable Arrow file ({error}); fetch or write it again"
             ) from error
         with reader:
             yield reader, stream
+
+
+def _refuse_several(stream: BinaryIO, file: SourceFile) -> None:
+    """Raise SourceError if bytes between the messages and the footer of a file are in neither."""
+    stream.seek(file.size - _TAIL_BYTES)
+    size = int.from_bytes(stream.read(4), "little")
+    start = file.size - _TAIL_BYTES - size
+    stream.seek(start)
+    end = end_of_blocks(stream.read(size)) or start
+    if not 0 <= start - end <= _MAX_GAP_BYTES:
+        raise SourceError(
+            f"{file.path}: its footer lists messages up to byte {end}, and begins at byte {start} (several Arrow files "
+            "in one?); what it does not list would be lost: split the file, or write it again as one"
+        )
 
 
 def _record_batches(

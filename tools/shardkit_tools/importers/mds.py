@@ -37,7 +37,7 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import open_packed, read_file
+from shardkit_tools.importers.source_files import name_files, open_packed, read_file
 
 MDS_INDEX = "index.json"
 _PACKED = {"zstd": "zst", "gz": "gz", "bz2": "bz2"}  # compression in the index → `open_packed`
@@ -108,6 +108,12 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
         if _columns(entry, where) != encodings:
             raise SourceError(f"{where}: its shards have different columns; import them one by one")
         shards.append(_shard(entry, by_name, where))
+    used = {shard.file.name: shard for shard in shards}
+    if len(used) < len(shards):
+        twice = next(shard.file.name for shard in shards if used[shard.file.name] is not shard)
+        raise SourceError(f"{where}: the index lists the shard {twice!r} twice; write the dataset again")
+    if unused := [name for name in by_name if ".mds" in os.path.basename(name) and name not in used]:
+        source.notes.append(name_files("left out what the index does not list", unused))
     types = {}
     examples = list(itertools.islice(_rows(shards[0], encodings), _SCAN_ROWS))
     if not examples:
@@ -165,6 +171,8 @@ def _columns(entry: dict[str, Any], where: str) -> Encodings:
             or not (size is None or isinstance(size, int))
         ):
             raise SourceError(f"{where}: a shard's column {name!r} is not described by texts and a size")
+        if names.count(name) > 1:
+            raise SourceError(f"{where}: two columns are called {name!r}; write the dataset again")
     return tuple((name, encoding, size or None) for name, encoding, size in zip(*lists, strict=True))
 
 

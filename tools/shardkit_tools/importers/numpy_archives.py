@@ -153,6 +153,8 @@ def _open_archive(file: SourceFile, opened: BinaryIO | None = None) -> Iterator[
     with opened or open_file(file) as stream:
         with _naming(file):
             members = zipfile.ZipFile(stream)
+            if first := min((member.header_offset for member in members.infolist()), default=0):
+                raise zipfile.BadZipFile(f"{first} bytes before it; several archives in one file?")
         with members:
             yield members
 

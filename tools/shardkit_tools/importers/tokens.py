@@ -166,6 +166,11 @@ def open_documents(source: Source, options: ImportOptions) -> TokenDocuments:
         index = read_index(file, index_file)
         dtypes[index.dtype] = index_file.name
         rows.append(len(index.length))
+        rest = file.size - int(index.sizes.sum())
+        if rest > 0:
+            source.notes.append(
+                f"{file.name}: {rest} bytes are in no document of its index, and are left out"
+            )
         sizes = np.cumsum(index.sizes)
         borders = np.searchsorted(sizes, np.arange(_TASK_BYTES, file.size, _TASK_BYTES)).tolist()
         starts = sorted({0, *borders})
