@@ -118,6 +118,14 @@ class Loader:
         """Return the number of steps of one loop."""
         return self.plan.loop_steps
 
+    def __getitem__(self, number: object) -> NoReturn:
+        """Refuse a sample number, for which a DataLoader of torch that is given a loader asks."""
+        raise UsageError(
+            "a loader yields whole batches in the order of its plan, and has no samples by number: iterate over it "
+            "without torch's DataLoader. For worker processes write "
+            "shardkit.torch.DataLoader(shardkit.torch.dataset(ds, plan), num_workers=…), for single samples ds[number]"
+        )
+
     def __iter__(self) -> Loop:
         """Return an iterator over the batches from the cursor to the end of its epoch.
 

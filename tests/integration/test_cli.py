@@ -525,6 +525,18 @@ def test_mistakes_are_one_message(
     assert "Traceback" not in err
 
 
+def test_a_current_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    code, _, err = outcome("show", "data/cats")
+    assert (code, err) == (
+        1,
+        "shardkit: the current folder no longer exists; change to another one, then run it again\n",
+    )
+
+
 def test_a_bug_shows_its_traceback(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(root: str) -> dict[str, object]:
         raise ZeroDivisionError("oops")

@@ -276,6 +276,11 @@ def test_a_batch_size_is_refused(ds: shardkit.Dataset, workers: int, kind: Any) 
         shardkit.torch.DataLoader(ds)  # type: ignore[arg-type]
 
 
+def test_a_loader_in_a_data_loader_is_refused(ds: shardkit.Dataset) -> None:
+    with ds.loader(_plan(ds)) as loader, pytest.raises(UsageError, match=r"without torch's DataLoader"):
+        next(iter(TorchDataLoader(loader, batch_size=None)))  # type: ignore[arg-type]
+
+
 # a refusal while workers are spawned leaves torch's own cleaning up with a worker that ended
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("workers", "method"), [(0, None), (1, "fork"), (1, "spawn")])

@@ -266,6 +266,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
             exit_code(error),
         )
     except Exception as error:  # noqa: BLE001 - the last line of defence: say that it is ours, and show where
+        if not _has_folder():
+            _fail(
+                "the current folder no longer exists; change to another one, then run it again",
+                ExitCode.FAILED,
+            )
         traceback.print_exc()
         _fail(
             "this is a bug in shardkit; please report it with the lines above and the command: "
@@ -274,6 +279,15 @@ def run(arguments: Sequence[str] | None = None) -> None:
         )
     finally:
         FIRST_CONTACT.limit_s = math.inf
+
+
+def _has_folder() -> bool:
+    """Return False if the current folder was removed: no relative path can be resolved then."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _take_timeout(given: list[str]) -> list[str]:
