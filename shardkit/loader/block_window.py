@@ -19,7 +19,7 @@ import numpy as np
 
 from shardkit.arrays import Int64s
 from shardkit.errors import UsageError
-from shardkit.loader.batch import EpochCounts, WindowCounts
+from shardkit.loader.batch import EpochCounts
 from shardkit.loader.block_loading import BlockLoading, give_way
 from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.gather import RowAddresses, StepGroup, steps_that_fit
@@ -109,7 +109,7 @@ class BlockWindow:
         self.loop = self._epochs = 0  # number of loops that have ended; of epochs that have begun
         self._dropped: dict[int, int] = {}  # block evicted in this epoch → `_epoch_bytes` then
         self._epoch_bytes = 0
-        self._counts = WindowCounts()
+        self.counts = queue.counts
         self.epoch = EpochCounts()
         self._now = 0  # steps before it are over
         self._leaving: dict[int, list[_Block]] = {}  # last step → evicted blocks, which leave after it
@@ -137,14 +137,6 @@ class BlockWindow:
     def nbytes(self) -> int:
         """Bytes of all blocks that are loaded or queued."""
         return self._bytes
-
-    @property
-    def counts(self) -> WindowCounts:
-        """Counters of all loads so far."""
-        loads, num_bytes, seconds = self.queue.counts
-        return msgspec.structs.replace(
-            self._counts, block_loads=loads, bytes_loaded=num_bytes, load_s=seconds
-        )
 
     def is_loaded(self, block: int) -> bool:
         """Return True if a block is in memory, False if it is only queued."""
@@ -184,7 +176,7 @@ class BlockWindow:
                     one.last, one.used_in = step, self._epochs
             missing = np.flatnonzero([one is None for one in found])
             self._count(group.blocks[missing].tolist(), int(sizes[missing].sum()))
-            self._counts.block_uses += len(numbers)
+            self.counts.block_uses += len(numbers)
             after = np.zeros(len(missing), np.int64)
             heap = self._by_last_use()
             for n, place in enumerate(missing.tolist()):
@@ -233,13 +225,13 @@ class BlockWindow:
         one = self._blocks[number] = self._in_slot[slot] = _Block(number, slot, last, self._epochs, cost)
         self._bytes += cost
         # not after the group: a large block may be evicted for later steps of it
-        self._counts.peak_bytes = max(self._counts.peak_bytes, self._bytes)
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
         return one
 
     def _evict(self, one: _Block) -> None:
         del self._blocks[one.number]
         self._bytes -= one.cost
-        self._counts.evictions += 1
+        self.counts.evictions += 1
         if one.used_in == self._epochs:
             self._dropped[one.number] = self._epoch_bytes
         with self._leaving_lock:
@@ -315,14 +307,14 @@ class BlockWindow:
             if one is not None and one.slot == slot and not self.queue.is_cancelled(jobs):
                 self._bytes += taken - one.cost
                 one.cost = taken
-                self._counts.peak_bytes = max(self._counts.peak_bytes, self._bytes)
+                self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
             return self.queue.finish(jobs, columns.facts, columns, size, time.perf_counter() - started)
 
     # ---- loops
 
     def _count(self, missing: list[int], num_bytes: int) -> None:
         dropped_at = [self._dropped[block] for block in missing if block in self._dropped]
-        self._counts.block_reloads += len(dropped_at)
+        self.counts.block_reloads += len(dropped_at)
         self.epoch.reloads += len(dropped_at)
         self.epoch.soon_again += sum(self._epoch_bytes - at < self._memory.limit for at in dropped_at)
         self.epoch.loads += len(missing)

@@ -433,10 +433,10 @@ def _varying(
     return values, borders, shapes
 
 
-def rows_of(value: Any, first: int, last: int) -> Any:
-    """Return rows `first` … `last - 1` of a column that `RowAddresses.take` returned; a view of arrays."""
+def rows_of(value: Any, place: slice) -> Any:
+    """Return some rows of a column that `RowAddresses.take` returned; a view of arrays."""
     if isinstance(value, tuple):
         values, borders, *shapes = value
-        part = borders[first : last + 1]
-        return values[part[0] : part[-1]], part - part[0], *[shape[first:last] for shape in shapes]
-    return value[first:last]
+        part = borders[place.start : place.stop + 1]
+        return values[part[0] : part[-1]], part - part[0], *[shape[place] for shape in shapes]
+    return value[place]

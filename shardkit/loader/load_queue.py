@@ -17,9 +17,10 @@ import numpy as np
 
 from shardkit.arrays import Int64s
 from shardkit.loader import gather
+from shardkit.loader.batch import WindowCounts
 from shardkit.loader.block_memory import BlockMemory, Loan
 
-__all__ = ["JOB", "LoadCounts", "LoadQueue", "TakenJobs"]
+__all__ = ["JOB", "LoadQueue", "TakenJobs"]
 
 FILE, OFFSET, SIZE, ADDRESS, HASH, AFTER, SLOT, BLOCK, LAYOUT, RAW_SIZE, DIGEST, ROOM, TOOK = range(13)
 JOB: Final = 13
@@ -45,14 +46,6 @@ class TakenJobs(NamedTuple):
     def after(self, done: int) -> TakenJobs:
         """Return the jobs after the first `done` ones."""
         return TakenJobs(self.first + done, self.rows[done:])
-
-
-class LoadCounts(NamedTuple):
-    """Counters of all blocks that were loaded."""
-
-    blocks: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0  # summed over threads
 
 
 class _OpenFile:
@@ -88,6 +81,7 @@ class LoadQueue:
         note: called with the block and the seconds of each load, if set.
         facts: (slots, width) facts of the block in each slot.
         threads: number of threads that take jobs.
+        counts: counters of loads; the window counts the rest of them.
     """
 
     def __init__(self, width: int, threads: int, memory: BlockMemory) -> None:
@@ -112,7 +106,7 @@ class LoadQueue:
         self._open: dict[int, _OpenFile] = {}  # the most recently used file last
         self._objects: dict[int, Any] = {}  # job → tuple of bytes objects, until it is done
         self._held: dict[int, Any] = {}  # slot → memory of the block in it
-        self._counts = LoadCounts()
+        self.counts = WindowCounts()
 
     # ---- the caller's side
 
@@ -202,10 +196,6 @@ class LoadQueue:
                 return None
             started, jobs = min(self._taken.values(), key=lambda one: one[0])
             return int(jobs.rows[0, BLOCK]), time.perf_counter() - started
-
-    @property
-    def counts(self) -> LoadCounts:
-        return self._counts
 
     def clear(self) -> None:
         """Drop the memory of all blocks; no thread may be loading."""
@@ -349,11 +339,9 @@ class LoadQueue:
         return rest
 
     def _count(self, rows: Int64s) -> None:
-        blocks, num_bytes, seconds = self._counts
-        sizes = rows[:, RAW_SIZE] + rows[:, SIZE] * (rows[:, RAW_SIZE] == 0)
-        self._counts = LoadCounts(
-            blocks + len(rows), num_bytes + int(sizes.sum()), seconds + int(rows[:, TOOK].sum()) / 1e9
-        )
+        self.counts.block_loads += len(rows)
+        self.counts.bytes_loaded += int((rows[:, RAW_SIZE] + rows[:, SIZE] * (rows[:, RAW_SIZE] == 0)).sum())
+        self.counts.load_s += int(rows[:, TOOK].sum()) / 1e9
 
     def _open_files(self, numbers: list[int]) -> list[_OpenFile]:
         """Return these files, up to one that does not open: the caller reads its block and finds out why."""

@@ -7,7 +7,6 @@ still in this core's cache is reused, which is faster than handing the step to a
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -346,61 +345,38 @@ class Pipeline:
     # ---- gather and transform
 
     def _steps(self) -> Generator[StepBatches]:
-        """Yield steps in order; if rows are decoded, workers decode the following steps meanwhile."""
-        if self._work is None:
-            for gathered in self._gather_steps():
-                ready = [self._finish(one) for one in reversed(gathered)]
-                gathered.clear()
-                while ready:  # pop, so that a batch is freed when the trainer drops it
-                    yield ready.pop()
-            return
-        ahead = min(self._prefetch, self._work.steps_ahead(self._rows_per_step))
-        with contextlib.closing(self._begun_steps(self._work)) as begun:
-            if ahead:
-                yield from self._finished_behind(begun, ahead)
-            else:
-                yield from map(self._finish, begun)
-
-    def _finished_behind(self, steps: Iterator[_Step], ahead: int) -> Iterator[StepBatches]:
-        begun: deque[_Step] = deque()
-        error: Exception | None = None
-        one: _Step | None
+        """Yield steps in order, while workers decode the following ones; an error comes after the steps before it."""
+        work, begun, error = self._work, deque[_Step](), None
+        ahead = 0 if work is None else min(self._prefetch, work.steps_ahead(self._rows_per_step))
+        gathered = self._gather_steps()
         try:
-            while True:
+            while error is None or begun:
                 try:
-                    one = next(steps, None)
-                except Exception as raised:  # noqa: BLE001  raised below, after the steps before it
-                    one, error = None, raised
-                if one is not None:
-                    begun.append(one)
-                while begun and (one is None or len(begun) > ahead):
+                    if error is None:
+                        begun.append(self._begin(next(gathered)))
+                except Exception as raised:  # noqa: BLE001  raised below, StopIteration too
+                    error = raised
+                while begun and (error is not None or len(begun) > ahead):
                     done = self._finish(begun[0])
                     begun.popleft()
                     yield done
                     del done  # so that the trainer's reference is the last one
-                if one is None:
-                    break
         finally:
             for left in begun:
                 for part in left.parts:
                     part.give_up()
-        if error is not None:
+        if not isinstance(error, StopIteration):
             raise error
 
-    def _begun_steps(self, work: RowWork) -> Generator[_Step]:
-        for gathered in self._gather_steps():
-            gathered.reverse()
-            while gathered:
-                one = gathered.pop()
-                for place, part in enumerate(one.parts):
-                    started = time.perf_counter()
-                    begun = one.parts[place] = work.begin(part, one.number, one.rows)
-                    if begun.pieces:
-                        self._counts.transform_s += time.perf_counter() - started
-                yield one
+    def _begin(self, step: _Step) -> _Step:
+        if self._work is not None:
+            started = time.perf_counter()
+            step.parts[:] = [self._work.begin(part, step.number, step.rows) for part in step.parts]
+            self._counts.transform_s += time.perf_counter() - started
+        return step
 
-    def _gather_steps(self) -> Iterator[list[_Step]]:
-        """Yield gathered steps in order, several at a time, as soon as their blocks are loaded."""
+    def _gather_steps(self) -> Iterator[_Step]:
+        """Yield steps in order; several are gathered at a time, as soon as their blocks are loaded."""
         setup, stall_s = self._setup, self._setup.config.stall_s
         short = self._most_steps  # planning far ahead at first would delay the first batches
         for needed in self._groups:
@@ -414,8 +390,11 @@ class Pipeline:
                 started = time.perf_counter()
                 steps = needed.wait(offset, self._together, stall_s, self._report)
                 self._counts.load_wait_s += time.perf_counter() - started
-                yield self._gather(needed, rows, steps)
+                gathered = self._gather(needed, rows, steps)
                 offset = steps.stop
+                gathered.reverse()
+                while gathered:  # pop, so that a batch is freed when the trainer drops it
+                    yield gathered.pop()
 
     def _gather(self, needed: GroupBlocks, rows: RowAddresses, steps: range) -> list[_Step]:
         started = time.perf_counter()

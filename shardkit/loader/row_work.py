@@ -49,7 +49,7 @@ class BatchRows(NamedTuple):
     samples: NDArray[np.int64]
     slots: NDArray[np.int64]
     columns: Mapping[str, Any] = _NONE  # the gathered columns that rows are made of
-    pieces: Sequence[Future[Rows]] = ()  # results in order; empty without workers
+    pieces: Sequence[Future[Rows]] = ()  # results in order; empty if no rows are decoded
     into: Mapping[str, NDArray[Any]] = _NONE  # arrays of the batch that decoders write their rows to
 
     def give_up(self) -> None:
@@ -64,7 +64,7 @@ class RowWork:
 
     Args:
         setup: setup of the loader; its batch transform runs in the assembling thread.
-        workers: executor that runs the setup's function; None runs it in the assembling thread.
+        workers: executor that runs the setup's function; None if it has none.
         parts: number of pieces into which a step is split for the workers.
         allocate: makes the arrays that decoders write to.
     """
@@ -118,7 +118,12 @@ class RowWork:
             for name, decoder in self._row_decoders.items()
             if name in columns
         }
-        pieces = self._submit(function, columns, step, slots, max(1, -(-step_rows // self._parts)), into)
+        size = max(1, -(-step_rows // self._parts))
+        pieces = []
+        for place in (slice(first, first + size) for first in range(0, len(slots), size)):
+            rows_of_piece = {name: rows_of(value, place) for name, value in columns.items()}
+            targets = {name: array[place] for name, array in into.items()}
+            pieces.append(self._submit(function, rows_of_piece, step, slots[place], targets))
         return rows._replace(columns=columns, pieces=pieces, into=into)
 
     def finish(self, begun: BatchRows, step: int) -> tuple[dict[str, Any], NDArray[np.int64]]:
@@ -147,7 +152,7 @@ class RowWork:
         self, function: RowFunction, begun: BatchRows, step: int, valid: NDArray[np.bool_]
     ) -> tuple[dict[str, Any], NDArray[np.int64]]:
         fields, columns, samples, slots = begun.fields, begun.columns, begun.samples, begun.slots
-        rows = self._finish_row(function, begun, step)
+        rows = self._results(begun.pieces, step, begun.into)
         replaced: dict[int, dict[str, Any]] = {}
         for position, row in enumerate(rows):
             if isinstance(row, RowFailure):
@@ -185,54 +190,31 @@ class RowWork:
         columns: Mapping[str, Any],
         step: int,
         slots: NDArray[np.int64],
-        size: int,
-        into: Mapping[str, NDArray[Any]],
-    ) -> list[Future[Rows]]:
+        into: Mapping[str, NDArray[Any]] = _NONE,
+    ) -> Future[Rows]:
+        """Let a worker work some rows; threads write to `into`, processes return all values."""
         workers = self._workers
-        if workers is None:
-            return []
-        pieces = []
+        assert workers is not None, "opened for the function"
         try:
-            for a in range(0, len(slots), size):
-                b = min(a + size, len(slots))
-                rows = {name: rows_of(value, a, b) for name, value in columns.items()}
-                if isinstance(workers, ThreadPoolExecutor):
-                    targets = {name: array[a:b] for name, array in into.items()}
-                    pieces.append(
-                        workers.submit(
-                            function, rows, step, slots[a:b], self._cell_size, targets, self._watch_rows
-                        )
-                    )
-                else:
-                    pieces.append(workers.submit(_work_here, rows, step, slots[a:b], self._cell_size))
+            if isinstance(workers, ThreadPoolExecutor):
+                return workers.submit(function, columns, step, slots, self._cell_size, into, self._watch_rows)
+            return workers.submit(_work_here, columns, step, slots, self._cell_size)
         except BrokenExecutor as error:
             raise _death_error(step) from error
-        return pieces
 
-    def _finish_row(self, function: RowFunction, begun: BatchRows, step: int) -> Rows:
-        if self._workers is None:
-            return function(begun.columns, step, begun.slots, self._cell_size, begun.into, self._watch_rows)
+    def _results(
+        self, pieces: Sequence[Future[Rows]], step: int, into: Mapping[str, NDArray[Any]] = _NONE
+    ) -> Rows:
         try:
-            rows = [row for piece in begun.pieces for row in piece.result()]
+            rows = [row for piece in pieces for row in piece.result()]
         except BrokenExecutor as error:
             raise _death_error(step) from error
         if not isinstance(self._workers, ThreadPoolExecutor):
-            for name, array in begun.into.items():
+            for name, array in into.items():
                 for position, row in enumerate(rows):
                     if not isinstance(row, RowFailure):
                         array[position] = row[name]
         return rows
-
-    def _work_one(
-        self, function: RowFunction, columns: Mapping[str, Any], step: int, slot: NDArray[np.int64]
-    ) -> Rows:
-        """Work the row of a substitute, in a worker process if rows are worked in processes."""
-        if self._workers is None or isinstance(self._workers, ThreadPoolExecutor):
-            return function(columns, step, slot, self._cell_size, watch=self._watch_rows)
-        try:
-            return self._workers.submit(_work_here, columns, step, slot, self._cell_size).result()
-        except BrokenExecutor as error:
-            raise _death_error(step) from error
 
     def _replace(
         self, function: RowFunction, failure: RowFailure, step: int, sample: int, slot: int, fields: list[str]
@@ -251,7 +233,7 @@ class RowWork:
         for attempt in range(_ATTEMPTS):
             other, raw = self._substitutes(sample, step, slot, attempt)
             columns = {name: [raw[name]] for name in fields}
-            (row,) = self._work_one(function, columns, step, one)
+            (row,) = self._results([self._submit(function, columns, step, one)], step)
             if not isinstance(row, RowFailure):
                 lane, place = divmod(slot, self._cell_size)
                 kind = "substitution" if self._on_error == "substitute" else "mask"

@@ -145,7 +145,7 @@ def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, thr
         thread.join()
     assert len(times) == steps
     assert min(took for _, took in times) > 0
-    assert queue.counts[:2] == (steps, steps * size)
+    assert (queue.counts.block_loads, queue.counts.bytes_loaded) == (steps, steps * size)
 
 
 @compiled
@@ -170,7 +170,7 @@ def test_what_is_wrong_or_cannot_be_read_is_the_callers(file: Path, tmp_path: Pa
             callers.append(left.first)
             left = queue.fail(left)
     assert callers == [2, 4, 5, 6, 7, 8]
-    assert queue.counts.blocks == 4
+    assert queue.counts.block_loads == 4
     queue.close()
 
 
