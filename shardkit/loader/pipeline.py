@@ -232,12 +232,6 @@ class Pipeline:
             stall_s=self._setup.config.stall_s,
         )  # fmt: skip
 
-    def _fetch(self) -> StepBatches | None:
-        if self._work is None:
-            return next(self._output, None)
-        with self._work.trainer_waits:
-            return next(self._output, None)
-
     def peek(self) -> StepBatches | None:
         """Return the next step; None after the last one, or if the pipeline was closed."""
         if self._error is not None:
@@ -245,7 +239,11 @@ class Pipeline:
         if self._next is None:
             started = time.perf_counter()
             try:
-                self._next = self._fetch()
+                if self._work is None:
+                    self._next = next(self._output, None)
+                else:
+                    with self._work.trainer_waits:
+                        self._next = next(self._output, None)
             except BaseException as error:
                 if self._stopping.is_set() and isinstance(error, Exception):
                     return None  # another thread has closed the pipeline during the wait
@@ -353,7 +351,7 @@ class Pipeline:
             while error is None or begun:
                 try:
                     if error is None:
-                        begun.append(self._begin(next(gathered)))
+                        begun.append(next(gathered) if work is None else self._begin(work, next(gathered)))
                 except Exception as raised:  # noqa: BLE001  raised below, StopIteration too
                     error = raised
                 while begun and (error is not None or len(begun) > ahead):
@@ -368,11 +366,10 @@ class Pipeline:
         if not isinstance(error, StopIteration):
             raise error
 
-    def _begin(self, step: _Step) -> _Step:
-        if self._work is not None:
-            started = time.perf_counter()
-            step.parts[:] = [self._work.begin(part, step.number, step.rows) for part in step.parts]
-            self._counts.transform_s += time.perf_counter() - started
+    def _begin(self, work: RowWork, step: _Step) -> _Step:
+        started = time.perf_counter()
+        step.parts[:] = [work.begin(part, step.number, step.rows) for part in step.parts]
+        self._counts.transform_s += time.perf_counter() - started
         return step
 
     def _gather_steps(self) -> Iterator[_Step]:
