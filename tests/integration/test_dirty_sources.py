@@ -916,6 +916,26 @@ def test_an_arrow_file_after_another_is_found_whatever_their_sizes(
 
 
 @WAYS
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("a.jsonl", b'{"a": 1}{"a": 2}\n', r"a\.jsonl line 1: several values in one line"),
+        ("a.csv", "x,y\n1,é\n".encode("latin-1"), r"a\.csv line 2: not UTF-8"),
+        ("a.tar", bytes(512) + b"x" * 1024, r"a\.tar: the tar ends with one zero block|a\.tar: data follows"),
+        ("a.parquet", _parquet_of(pa.table({"x": [{"y": float("nan")}]})), r"a\.parquet row 0: .*NaN"),
+        ("a.txt", b"\xff\xfe", r"a\.txt: not UTF-8"),
+    ],
+    ids=["jsonl", "csv", "tar", "parquet", "text"],
+)
+def test_if_all_rows_are_left_out_the_error_says_why(
+    way: Way, name: str, data: bytes, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ShardkitError, match=expected):
+        way(tmp_path / name, tmp_path / "root", skip=True)
+
+
+@WAYS
 def test_tokens_in_no_document_are_reported(way: Way, tmp_path: Path) -> None:
     """A writer that is killed leaves tokens that its index does not list."""
     index = struct.pack("<QBQQ", 1, 8, 2, 3) + np.array([2, 1], "<i4").tobytes()

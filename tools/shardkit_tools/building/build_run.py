@@ -73,6 +73,7 @@ from shardkit_tools.building.passes import (
     first_of_equals,
 )
 from shardkit_tools.building.source_digests import SourceDigests, shared_files, warn_of_replacement
+from shardkit_tools.console import count_text
 from shardkit_tools.importers.folder import FolderLayout
 from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import FileImporter, Importer
@@ -260,10 +261,10 @@ class BuildRun:
         rows = Rows.join(columns)
         columns.clear()  # frees the copied columns: memory may not hold two row tables of 10⁸ rows
         if not len(rows):
-            skipped = len(_skips_of(found))
+            skipped = _skips_of(found)
             raise SourceError(
                 f"{self._source or 'the source'}: no samples in it"
-                + (f" ({skipped} rows were skipped)" if skipped else "")
+                + (f" ({count_text(len(skipped), 'row')} skipped: {skipped[0].message})" if skipped else "")
                 + "; give a source with at least one"
             )
         read = len(rows)

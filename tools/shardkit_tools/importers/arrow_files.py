@@ -28,9 +28,9 @@ from shardkit.formats.arrow_message import (
 )
 from shardkit.formats.schema import KEY_FIELD
 from shardkit.formats.strict_json import parse_json
-from shardkit_tools.importers.line_ranges import before_damage
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask
 from shardkit_tools.importers.source_files import (
+    LeftOut,
     check_suffixes,
     is_url,
     open_each,
@@ -154,7 +154,7 @@ def _first_batches(source: Source, *, skip: bool) -> Iterator[Any]:
     """Yield the batches that types are inferred from; with `skip`, unreadable batches are left out."""
     rows = size = 0
     for file in source.files:
-        for found in before_damage(_record_batches(file, skip=skip), skip=skip):
+        for found in LeftOut(skip).before_damage(_record_batches(file, skip=skip)):
             if isinstance(found, SourceError):
                 continue
             batch, _ = found

@@ -55,6 +55,7 @@ from shardkit_tools.importers.line_ranges import (
 )
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceSchema, SourceTask
 from shardkit_tools.importers.source_files import (
+    LeftOut,
     check_suffixes,
     file_suffix,
     lacking_columns,
@@ -304,17 +305,17 @@ def _infer(importer: CsvImporter, headers: Sequence[dict[str, None]]) -> dict[st
     def blocks_of(file: SourceFile) -> Iterator[LineBlock]:
         return importer.blocks(file, importer.pieces(file))
 
-    seen = 0
-    for block in blocks_to_infer(source, blocks_of, _SCAN_ROWS, skip=options.skip_bad_rows):
+    seen, left_out = 0, LeftOut(options.skip_bad_rows)
+    for block in blocks_to_infer(source, blocks_of, _SCAN_ROWS, left_out):
         block = importer.checked(block)
-        if block.rows.bad and not options.skip_bad_rows:
-            raise block.rows.bad[min(block.rows.bad)]
+        if block.rows.bad:
+            left_out.add(block.rows.bad[min(block.rows.bad)])
         places = np.delete(np.arange(len(block.rows)), list(block.rows.bad))
         seen += len(places)
         for name, cells in zip(block.rows.cells.schema.names, block.rows.cells.columns, strict=True):
             columns[name].add(cells, places, block.name_of)
     if not seen:
-        raise SourceError(f"{source.given}: a header and no rows; give a table with samples in it")
+        raise left_out.no_samples(source.given, "a header and no rows; give a table with samples in it")
     kinds = {name: column.kinds for name, column in columns.items()}
     types = {name: _common(found) for name, found in kinds.items()}
     for name in lacking_columns(source, headers, options):

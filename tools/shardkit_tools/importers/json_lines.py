@@ -34,7 +34,7 @@ from shardkit_tools.importers.line_importer import (
 )
 from shardkit_tools.importers.line_ranges import cut_lines, read_pieces
 from shardkit_tools.importers.protocol import ImportOptions, Source, SourceFile, SourceTask, array_note
-from shardkit_tools.importers.source_files import check_suffixes, file_suffix, open_plain
+from shardkit_tools.importers.source_files import LeftOut, check_suffixes, file_suffix, open_plain
 
 _LOOKED_AT = 4096
 _LISTS_SEEN = 16  # lists kept per field, for notes
@@ -101,12 +101,13 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     objects = set[str]()  # objects whose members are fields
     left_out: dict[str, None] = {}  # dropped fields
     lists: dict[str, list[object]] = {}  # field → its first lists
-    inference = TypeInference(options.field_types, skip=options.skip_bad_rows, unchecked=options.unchecked)
+    bad = LeftOut(options.skip_bad_rows)
+    inference = TypeInference(options.field_types, bad, unchecked=options.unchecked)
 
     def blocks_of(file: SourceFile) -> Iterator[LineBlock]:
         return _blocks(file, None if file.name in arrays else read_pieces(file), options, objects)
 
-    for block in blocks_to_infer(source, blocks_of, SCAN_ROWS, skip=options.skip_bad_rows):
+    for block in blocks_to_infer(source, blocks_of, SCAN_ROWS, bad):
         rows = _kept(block.rows, options)
         inference.add(rows, block.name_of)
         if rows is not block.rows:
@@ -131,8 +132,8 @@ def open_json_lines(source: Source, options: ImportOptions) -> JsonLinesImporter
     source.notes.extend(f"--drop {shell_word(name)}: no row looked at has this field" for name in unseen)
     left_out.update(dict.fromkeys(unseen))
     if not (types or left_out):
-        raise SourceError(
-            f"{source.given}: no fields found (no rows, or empty objects); give a file with samples in it"
+        raise bad.no_samples(
+            source.given, "no fields found (no rows, or empty objects); give a file with samples in it"
         )
     if (
         inference.rows == 1

@@ -18,6 +18,7 @@ from shardkit.errors import ShardkitError, SourceError
 from shardkit.extras import shell_word
 from shardkit.formats.sample_columns import EXACT_INTEGER, LARGEST_INT64, is_exact
 from shardkit_tools.importers.protocol import MIXED
+from shardkit_tools.importers.source_files import LeftOut
 
 SCAN_ROWS = 100_000
 """Number of rows, in source order, for inferring the schema of a large source: the same for any number of jobs."""
@@ -114,12 +115,12 @@ class TypeInference:
 
     Args:
         given: field → type from the user; its values are not looked at.
-        skip: rows that do not fit the rows before them are left out.
+        bad: gets the errors of rows that do not fit the rows before them.
         unchecked: a field whose values have no common type is `MIXED`.
     """
 
-    def __init__(self, given: Mapping[str, str], *, skip: bool, unchecked: bool) -> None:
-        self._given, self._skip, self._unchecked = given, skip, unchecked
+    def __init__(self, given: Mapping[str, str], bad: LeftOut, *, unchecked: bool) -> None:
+        self._given, self._bad, self._unchecked = given, bad, unchecked
         self._facts: dict[str, _FieldFacts] = {}
         self._valued: dict[str, int] = {}  # field, in order → number of rows with a value other than null
         self._mixed = set[str]()
@@ -148,9 +149,8 @@ class TypeInference:
                 if isinstance(row, ShardkitError):
                     raise row
                 self._add_row(row, name_of(number))
-            except SourceError:
-                if not self._skip:
-                    raise
+            except SourceError as error:
+                self._bad.add(error)
 
     def _add_plain(self, rows: Sequence[Any]) -> bool:
         """Count rows that have nothing new; return False if some may have."""
@@ -180,7 +180,7 @@ class TypeInference:
                 known = known or _FieldFacts(_KINDS[type(value)], where, value)
                 learned[name] = known.learn(name, value, where)
             except SourceError:
-                if self._skip or not self._unchecked:
+                if self._bad.allowed or not self._unchecked:
                     raise
                 self._mixed.add(name)
         self._facts |= learned

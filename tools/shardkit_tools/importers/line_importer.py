@@ -19,7 +19,7 @@ from shardkit.formats.arrow_writing import arrow_array, arrow_schema
 from shardkit.formats.line_blocks import LineName, LineRows
 from shardkit.formats.sample_columns import encode_rows
 from shardkit.formats.schema import presence_of
-from shardkit_tools.importers.line_ranges import before_damage, read_pieces, rows_to_infer
+from shardkit_tools.importers.line_ranges import read_pieces, rows_to_infer
 from shardkit_tools.importers.protocol import (
     DecodedRows,
     DecodedStream,
@@ -33,6 +33,7 @@ from shardkit_tools.importers.protocol import (
     SourceTask,
     ignore_file,
 )
+from shardkit_tools.importers.source_files import LeftOut
 
 _PARTITION = re.compile(r"(?:^|/)([^/=]+=[^/]*)/")
 
@@ -90,12 +91,15 @@ def parse_pieces(
 
 
 def blocks_to_infer(
-    source: Source, blocks_of: Callable[[SourceFile], Iterator[LineBlock]], most_rows: int, *, skip: bool
+    source: Source,
+    blocks_of: Callable[[SourceFile], Iterator[LineBlock]],
+    most_rows: int,
+    left_out: LeftOut,
 ) -> Iterator[LineBlock]:
-    """Yield the rows that types are inferred from; with `skip`, damage of a file ends its rows."""
+    """Yield the rows that types are inferred from."""
     left = rows_to_infer(source.files, most_rows)
     for file in source.files:
-        for block in before_damage(blocks_of(file), skip=skip):
+        for block in left_out.before_damage(blocks_of(file)):
             if left is None:
                 yield block
                 continue

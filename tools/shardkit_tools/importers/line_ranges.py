@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence, Sized
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from shardkit.errors import SourceError
 from shardkit.formats.line_blocks import line_starts
@@ -14,7 +14,6 @@ from shardkit_tools.importers.source_files import (
     open_plain,
 )
 
-_Row = TypeVar("_Row")
 _RANGE_BYTES = 64 << 20
 READ_BYTES = 4 << 20
 """Number of bytes that are read and parsed at once; the end of their last line is added."""
@@ -107,15 +106,6 @@ def whole_lines(stream: BinaryIO, path: str, size: int | None = None) -> Iterato
             yield piece
     if damage is not None:
         raise damage
-
-
-def before_damage(rows: Iterator[_Row], *, skip: bool) -> Iterator[_Row]:
-    """Yield the rows of a file for inference; with `skip`, an error ends them."""
-    try:
-        yield from rows
-    except SourceError:
-        if not skip:
-            raise
 
 
 def _borders(file: SourceFile, starts_of: Callable[[bytes], Sized | None]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import zlib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 from shardkit.errors import SourceError
@@ -50,6 +50,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z][A-Za-z0-9+.-]*)*://")
 
 
 _Opened = TypeVar("_Opened")
+_Row = TypeVar("_Row")
 
 
 def is_url(source: str) -> bool:
@@ -184,6 +185,33 @@ def lacking_columns(source: Source, columns: Sequence[Collection[str]], options:
             f"{name} is missing in {count:,} of {len(columns):,} files ({first}), whose rows have none"
         )
     return lacking
+
+
+@dataclass
+class LeftOut:
+    """Rows that inference leaves out because they cannot be read, if the user allows it."""
+
+    allowed: bool
+    first: SourceError | None = None  # why the first row was left out
+
+    def add(self, error: SourceError) -> None:
+        """Leave out a row; raise its error if that is not allowed."""
+        if not self.allowed:
+            raise error
+        self.first = self.first or error.with_traceback(None)  # a traceback would keep the rows in memory
+
+    def before_damage(self, rows: Iterator[_Row]) -> Iterator[_Row]:
+        """Yield the rows of a file up to an error, after which the rest of the file is left out."""
+        try:
+            yield from rows
+        except SourceError as error:
+            self.add(error)
+
+    def no_samples(self, given: str, why: str) -> SourceError:
+        """Return the error for a source without samples: why the first row was left out, otherwise `why`."""
+        return SourceError(
+            f"{given}: {why}" if self.first is None else f"{given}: no sample can be read ({self.first})"
+        )
 
 
 def open_each(

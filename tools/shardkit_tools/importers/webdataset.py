@@ -25,7 +25,6 @@ from typing import ClassVar
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
 from shardkit.formats.strict_json import parse_json
-from shardkit_tools.importers.line_ranges import before_damage
 from shardkit_tools.importers.numpy_arrays import array_type, common_array, read_array
 from shardkit_tools.importers.protocol import (
     MIXED,
@@ -38,7 +37,7 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import check_suffixes, open_plain, text_of
+from shardkit_tools.importers.source_files import LeftOut, check_suffixes, open_plain, text_of
 from shardkit_tools.importers.tar_members import (
     TEXTS,
     Member,
@@ -114,8 +113,8 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
     types: dict[str, str] = {}
     left_out: dict[str, None] = {}
     counts: Counter[str] = Counter()
-    scanned = 0
-    for where, members in itertools.islice(_first_samples(source, options), _SCAN_SAMPLES):
+    scanned, bad = 0, LeftOut(options.skip_bad_rows)
+    for where, members in itertools.islice(_first_samples(source, options, bad), _SCAN_SAMPLES):
         scanned += 1
         counts.update(members.keys())
         for name, member in members.items():
@@ -132,7 +131,7 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
                         raise
                     types[name] = MIXED
     if not (types or left_out):
-        raise SourceError(f"{source.given}: the tar holds no samples; give tars with samples in them")
+        raise bad.no_samples(source.given, "the tar holds no samples; give tars with samples in them")
     for name, count in counts.items():
         if count < scanned and types.get(name, MIXED) != MIXED and name not in options.field_types:
             types[name] += "?"
@@ -160,15 +159,16 @@ def _keys(source: Source, options: ImportOptions) -> str:
     return "source"
 
 
-def _first_samples(source: Source, options: ImportOptions) -> Iterator[tuple[str, Mapping[str, Member]]]:
-    """Yield the samples for inference; with `skip_bad_rows`, those before the damage of a damaged tar."""
-    skip = options.skip_bad_rows
+def _first_samples(
+    source: Source, options: ImportOptions, bad: LeftOut
+) -> Iterator[tuple[str, Mapping[str, Member]]]:
+    """Yield the samples for inference."""
     for file in source.files:
-        for found in before_damage(_samples(file, options), skip=skip):
-            if found.error is None and not found.is_torn:
+        for found in bad.before_damage(_samples(file, options)):
+            if found.error is not None:
+                bad.add(found.error)
+            elif not found.is_torn:
                 yield f"{file.path} sample {found.key!r}", found.members
-            elif found.error is not None and not skip:
-                raise found.error
 
 
 def _dotted_notes(counts: Mapping[str, int], scanned: int) -> list[str]:
