@@ -258,11 +258,13 @@ def show_environment(*, as_json: bool) -> None:
     if not is_compiled:
         console.print_line(f"To get them: {_GET}")
     console.print_heading("Extras")
+    lines = []
     for extra, packages in extras.items():
         lacks = [name for name, version in packages.items() if version is None]
         found = ", ".join(f"{name} {version}" for name, version in packages.items() if version is not None)
         how = f"missing {', '.join(lacks)}; run: {install_command(extra)}" if lacks else ""
-        console.print_facts([(f"{extra:<10}", "; ".join(filter(None, [found, how])))])
+        lines.append((extra, "; ".join(filter(None, [found, how]))))
+    console.print_facts(lines)
 
 
 def _is_there(name: str) -> bool:
