@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 
 import shardkit
 from shardkit.copies.collecting import collect
@@ -25,10 +26,7 @@ from tests.command_line import call
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 
 ROOT, COPY = "the-root", "the-copy"
-BUCKETS = (
-    ROOT,
-    COPY,
-)
+BUCKETS = (ROOT, COPY)
 READ = frozenset({"s3:GetObject", "s3:ListBucket"})
 PUT = frozenset({"s3:PutObject"})
 DELETE = frozenset({"s3:DeleteObject"})
@@ -68,16 +66,20 @@ class Rights:
 class Scene:
     """A root in one bucket with a copy in another, made with all rights; then commands with some."""
 
+    root, copy = f"s3://{ROOT}/data", f"s3://{COPY}/data"
+
     def __init__(self, proxy: FaultProxy, folder: Path) -> None:
         self.proxy, self.folder = proxy, folder
-        prefix = uuid.uuid4().hex
-        self.root, self.copy = f"s3://{ROOT}/{prefix}", f"s3://{COPY}/{prefix}"
 
-    def make(self, *, copies: bool = True, mode: str = "sync") -> None:
-        self.add("main", 0)
-        if copies:
+    def make(self, mode: str) -> None:
+        """Make what most commands begin with; the next time, put it back."""
+        if mode not in _MADE:
+            _restore({ROOT: {}, COPY: {}})
+            self.add("main", 0)
             place = ["place", self.root, "--location", f"copy={self.copy},domain=copy", "--copies", "2"]
             assert self.call([*place, "--mode", mode])[0] == 0
+            _MADE[mode] = _objects()
+        _restore(_MADE[mode])
 
     def add(self, ref: str, first: int) -> None:
         with shardkit.create(
@@ -101,31 +103,39 @@ class Scene:
 
     def prepared(self, command: str) -> list[str]:
         """What `prepare` makes, made once for all tests of a command and put back for each."""
-        key = (self.proxy.endpoint.partition("//")[0], command)
-        if key not in _PREPARED:
-            arguments = prepare(self, command)
-            _PREPARED[key] = (
-                self.root,
-                self.copy,
-                arguments,
-                {url: _contents(url) for url in (self.root, self.copy)},
-            )
-        self.root, self.copy, arguments, contents = _PREPARED[key]
-        for url, objects in contents.items():
-            store = open_store(url)
-            for name in set(store.list_after("")) - objects.keys():
-                store.delete(name)
-            for name, data in objects.items():
-                store.replace(name, data)
+        if command not in _PREPARED:
+            _restore({ROOT: {}, COPY: {}})
+            _PREPARED[command] = (prepare(self, command), _objects())
+        arguments, objects = _PREPARED[command]
+        _restore(objects)
         return arguments
 
 
-_PREPARED: dict[tuple[str, str], tuple[str, str, list[str], dict[str, dict[str, bytes]]]] = {}
+Objects = dict[str, dict[str, bytes]]
+"""Of each bucket, by name."""
+
+_MADE: dict[str, Objects] = {}
+_PREPARED: dict[str, tuple[list[str], Objects]] = {}
+
+
+def _objects() -> Objects:
+    buckets = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets
+    return {name: {key: one.value for key, one in buckets[name].keys.items()} for name in BUCKETS}
+
+
+def _restore(objects: Objects) -> None:
+    """Change the server's memory: a request for each object would cost more than the commands."""
+    backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    for bucket, wanted in objects.items():
+        for key in list(backend.buckets[bucket].keys):
+            backend.buckets[bucket].keys.pop(key)
+        for key, data in wanted.items():
+            backend.put_object(bucket, key, data)
 
 
 def _contents(url: str) -> dict[str, bytes]:
-    store = open_store(url)
-    return {name: store.get(name, max_bytes=10**7) for name in store.list_after("")}
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    return {key.removeprefix(f"{prefix}/"): data for key, data in _objects()[bucket].items()}
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +154,14 @@ def prepare(scene: Scene, command: str) -> list[str]:
     root, keys = scene.root, scene.folder / "keys.txt"
     keys.write_text("k3\n")
     if command == "build, async":
-        scene.make(mode="async")
+        scene.make("async")
         return ["build", scene.source(), root, "--ref", "new", "--scratch", str(scene.folder)]
     if command == "build, sync":
-        scene.make()
+        scene.make("sync")
         return ["build", scene.source(), root, "--ref", "new", "--scratch", str(scene.folder)]
     if command == "first build":
         return ["build", scene.source(), root, "--scratch", str(scene.folder)]
-    scene.make(mode="async" if command == "replicate" else "sync")
+    scene.make("async" if command == "replicate" else "sync")
     if command == "replicate":
         scene.add("more", 500)
         return ["replicate", root]
