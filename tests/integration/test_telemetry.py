@@ -27,12 +27,10 @@ from shardkit.telemetry import (
     Record,
     RunTelemetry,
     TelemetrySettings,
-    find_anomalies,
     read_events,
     read_run,
     summarise,
 )
-from shardkit.telemetry.serving import run_metrics
 from shardkit.telemetry.summary import lane_moves
 from shardkit_tools.observing.run_view import view_run
 from tests.command_line import document_of, output_of
@@ -46,18 +44,6 @@ CANARY = "Zq7canary9Xw2LongEnough"
 
 
 # ---- the story
-
-
-def test_the_records_show_the_slow_rank_and_the_lanes_that_left_it(slowed_run: Path) -> None:
-    telemetry = read_run(slowed_run, tail_bytes=8 << 20)
-    assert telemetry.world == 2
-    assert telemetry.ended
-    [anomaly] = find_anomalies(telemetry.ranks, telemetry.newest)
-    assert (anomaly.kind, anomaly.rank, anomaly.action) == ("straggler", 1, "rebalance")
-    assert anomaly.evidence["times"] >= 1.5
-    first, last = telemetry.ranks[1][1], telemetry.ranks[1][-1]
-    assert (len(first.lanes), len(last.lanes)) == (6, len(telemetry.ranks[1][-1].lanes))
-    assert len(last.lanes) < 4
 
 
 def test_loading_is_told_by_lane(slowed_run: Path) -> None:
@@ -102,32 +88,6 @@ def test_top_names_the_rank_and_the_bottleneck(slowed_run: Path) -> None:
     assert document["step"] == document["steps"] == 70
     assert document["samples_per_s"] > 0
     assert sum(document["bottleneck"]["shares"].values()) == pytest.approx(1.0)
-
-
-def test_top_on_a_terminal(slowed_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("COLUMNS", "180")
-    page = output_of("top", slowed_run, "--once")
-    assert "straggler" in page
-    assert "▲" in page
-
-
-def test_the_metrics_tell_it_too(slowed_run: Path) -> None:
-    pytest.importorskip("prometheus_client")
-    telemetry = read_run(slowed_run)
-    text = run_metrics(telemetry, telemetry.newest)[2].decode()
-    values = {name: float(value) for name, value in re.findall(r"^(shardkit\S*) (\S+)$", text, re.MULTILINE)}
-    assert values['shardkit_anomalies{kind="straggler"}'] == 1
-    assert values['shardkit_anomalies{kind="stall"}'] == 0
-
-    def busy(rank: int) -> float:
-        stages = ("data", "prepare", "compute", "update")
-        name = 'shardkit_trainer_stage_seconds_total{{rank="{}",stage="{}",worker="0"}}'
-        seconds = sum(values[name.format(rank, stage)] for stage in stages)
-        return seconds / values[f'shardkit_trainer_cells_total{{rank="{rank}",worker="0"}}']
-
-    assert busy(1) > 1.5 * busy(0)
-    assert values['shardkit_trainer_steps_total{rank="0",worker="0"}'] == 70
 
 
 # ---- the price

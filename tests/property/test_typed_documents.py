@@ -96,6 +96,28 @@ def test_other_values_are_refused(value: Any) -> None:
         encode(value)
 
 
+def test_values_that_are_nested_deeply_are_refused() -> None:
+    deep: object = 1
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(UsageError, match="deeper"):
+        encode(deep)
+
+
+OTHER_SPELLINGS = [
+    b'{"b":1,"a":2}', b'{"a": 1}', b'{"a":1,"a":1}', b"1.0", b"1e3", b"NaN", b'"\\u00e4"', b"[1,]", b"\xff", b"01",
+    b"9223372036854775808", b"[" * 5000, b"", b"1 ", b'"\\ud800"', b"-0", b"9" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", OTHER_SPELLINGS)
+def test_other_spellings_of_values_without_a_type_are_refused(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode_plain(data, max_bytes=MAX_BYTES)
+    with pytest.raises(FormatError, match="at most 3"):
+        decode_plain(b'"long"', max_bytes=3)
+
+
 @given(wholes, st.data())
 def test_any_other_field_is_an_error_that_names_the_document(document: Whole, data: st.DataObject) -> None:
     """A field is replaced, removed or added: refused, or valid and then spelled as it is written."""

@@ -353,13 +353,3 @@ def test_lineage_survives() -> None:
 )
 def test_blocks_restart_at_segment_borders(segments: list[int], rows: int, starts: list[int]) -> None:
     assert block_starts(segments, rows).tolist() == starts
-
-
-def test_unaligned_columns_of_views_are_copied_not_refused() -> None:
-    _, index = tar_shard({"x": "bytes"}, [{"x": b"abc"}] * 2)
-    packed = index.to_bytes()
-    for shift in range(8):
-        moved = memoryview(bytes(shift) + packed)[shift:]
-        found = ShardIndex.from_bytes(moved)
-        assert np.array_equal(found.block_offset, index.block_offset)
-        assert found.block_offset.flags.aligned
