@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -15,9 +14,7 @@ import pytest
 
 from shardkit.copies.verify import verify
 from shardkit.repository.repository import Repository
-from shardkit.stores.file_operations import substituted
 from tests.command_line import output_of, typed
-from tests.faults.faulty_operations import FaultyOperations
 from tests.pictures import PNG
 
 
@@ -106,61 +103,3 @@ def test_a_bad_source(tmp_path: Path, root: Path, make: Callable[[Path], None], 
     assert message in err
     assert len(err.splitlines()) == 1
     assert state(root) == before
-
-
-@pytest.mark.parametrize("make", [make for make, _ in SOURCES[:4]])
-def test_a_bad_source_makes_no_new_root_look_built(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    (tmp_path / "source").mkdir()
-    make(tmp_path / "source")
-    output_of("build", tmp_path / "source", tmp_path / "new", code=1)
-    assert not list(tmp_path.glob("new/log/*"))
-    assert not list(tmp_path.glob("new/objects/sha256/*/*"))
-
-
-@pytest.mark.parametrize(
-    ("error", "word"),
-    [(errno.ENOSPC, "no room is left"), (errno.EROFS, "read-only"), (errno.EACCES, "permi"), (errno.EIO, "")],
-)
-def test_a_disk_that_fails_at_any_moment(tmp_path: Path, root: Path, error: int, word: str) -> None:
-    (tmp_path / "second.jsonl").write_text('{"a": 3}\n' * 50)
-    before = state(root)
-    calls = FaultyOperations(error)
-    with substituted(calls):
-        output_of("build", tmp_path / "second.jsonl", root, "--dry-run")
-    counted = FaultyOperations(error)
-    scratch = tmp_path / "counting"
-    with substituted(counted):
-        output_of("build", tmp_path / "second.jsonl", scratch)
-    steps = range(0, counted.num_calls, max(1, counted.num_calls // 12))
-    for at in steps:
-        with substituted(FaultyOperations(error, at, forever=True)):
-            code, _, err = typed("build", tmp_path / "second.jsonl", root)
-        refs, commits = state(root)
-        if code == 0:  # what failed was housekeeping after the commit
-            assert commits == before[1] + 1
-            break
-        assert code == 1, err
-        assert word in err.lower(), err
-        assert (refs, commits) == before
-    output_of("build", tmp_path / "second.jsonl", root)
-    assert state(root)[1] == before[1] + 1
-
-
-@pytest.mark.parametrize("place", ["file/root", "file"])
-def test_a_target_that_cannot_be_a_root(tmp_path: Path, place: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
-    (tmp_path / "file").write_text("here")
-    code, _, err = typed("build", tmp_path / "a.jsonl", tmp_path / place)
-    assert code == 1
-    assert str(tmp_path / "file") in err
-
-
-def test_skipping_builds_the_rest(tmp_path: Path, root: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": "x"}\n{"a": 1}\nnot json\n{"a": "y"}\n{"b": 1}\n')
-    out = output_of("build", path, root, "--on-error", "skip", "--ref", "some")
-    assert "Skipped 2 rows" in out
-    for line in (2, 3):
-        assert f"rows.jsonl line {line}" in out
-    assert "line 5" not in out  # a row without a value of a field is one
-    assert verify(f"{root}@some", level="decode").exit_code == 0

@@ -148,15 +148,6 @@ def test_a_build_with_splits(tmp_path: Path) -> None:
     assert len(users[0] | users[1]) == 40
 
 
-def test_building_the_same_again_commits_nothing_new(tmp_path: Path) -> None:
-    source = folder(tmp_path / "source", 20)
-    first = shardkit_tools.build(source, tmp_path / "root")
-    again = shardkit_tools.build(source, tmp_path / "root")
-    assert first.commit is not None
-    assert again.commit is None
-    assert len(Repository.open(tmp_path / "root").log()) == 1
-
-
 def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path) -> None:
     source = folder(tmp_path / "source")
     dry = shardkit_tools.build(source, tmp_path / "root", **SETTINGS, split={"val": 0.5}, dry_run=True)

@@ -142,17 +142,6 @@ def test_build_reports_what_it_did(source: Path, tmp_path: Path) -> None:
     )
 
 
-def test_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
-    root = tmp_path / "never"
-    assert "nothing was written" in typed("build", source, root, "--dry-run", "--stratify", "label")[1]
-    planned = document_of("build", source, root, "--dry-run", "--stratify", "label", "--split", "a=0.5,b=0.5")
-    assert planned["id"] is None
-    splits = planned["split_samples"]
-    assert isinstance(splits, dict)
-    assert sum(splits.values()) == 40
-    assert not root.exists()
-
-
 def test_ls(built: Path) -> None:
     found = document_of("ls", built)["versions"]
     assert isinstance(found, list)

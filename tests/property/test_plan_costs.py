@@ -43,14 +43,6 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Plan]:
     return make_plan(people, cost=cost, **more, **given_), make_plan(people, **given_)  # type: ignore[arg-type]
 
 
-def again(plan: Plan) -> Plan:
-    grid, own = plan.grid, plan.settings
-    return make_plan(
-        plan.population, global_batch=own.global_batch, lanes=own.lanes, seed=own.seed, remainder=own.remainder,
-        window_blocks=own.window_blocks, cost=grid.costs, balance=own.balance,  # type: ignore[union-attr]
-    )  # fmt: skip
-
-
 @few
 @given(plans(), st.integers(0, 3))
 def test_lanes_hold_what_they_hold_without_costs(both: tuple[Plan, Plan], epoch: int) -> None:
@@ -62,48 +54,6 @@ def test_lanes_hold_what_they_hold_without_costs(both: tuple[Plan, Plan], epoch:
         assert sorted(costed[:, lane].ravel().tolist()) == sorted(plain[:, lane].ravel().tolist())
     assert (costed[:full] >= 0).all()
     assert np.array_equal((costed >= 0).sum(axis=2), (plain >= 0).sum(axis=2))
-
-
-@few
-@given(plans(), st.data())
-def test_any_step_is_had_alone_and_no_rank_or_chunk_decides(
-    both: tuple[Plan, Plan], data: st.DataObject
-) -> None:
-    plan = both[0]
-    whole = plan.steps(0, 2 * (plan.steps_per_epoch or 0))
-    step, lane = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, plan.lanes - 1))
-    assert np.array_equal(again(plan).cell(step, lane), whole[step, lane])
-    some = sorted(data.draw(st.sets(st.integers(0, plan.lanes - 1), min_size=1)))
-    assert np.array_equal(again(plan).steps(step, len(whole), some), whole[step:, some])
-
-
-@settings(max_examples=10, deadline=None)
-@given(plans())
-def test_locate_is_the_exact_inverse(both: tuple[Plan, Plan]) -> None:
-    plan = both[0]
-    steps = plan.steps_per_epoch or 0
-    for epoch in (0, 1):
-        whole = plan.steps(epoch * steps, (epoch + 1) * steps)
-        there = {
-            int(s): tuple(map(int, at))
-            for *at, s in zip(*np.nonzero(whole + 1), whole[whole >= 0], strict=True)
-        }
-        for sample in range(0, plan.population.rows, 131):
-            found = plan.locate(sample, epoch)
-            assert found == (
-                None if sample not in there else (there[sample][0] + epoch * steps, *there[sample][1:])
-            )
-
-
-@few
-@given(plans(), st.data())
-def test_a_skip_shifts_the_same_cells(both: tuple[Plan, Plan], data: st.DataObject) -> None:
-    plan = both[0]
-    start, past = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 5))
-    skipped = plan.amend(skip=(start, start + past))
-    last = plan.epoch_bounds(start + past)[1] - past
-    for step in range(start, max(start, last)):
-        assert np.array_equal(skipped.step(step), plan.step(step + past))
 
 
 @few

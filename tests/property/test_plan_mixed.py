@@ -44,26 +44,6 @@ def decided(plan: Plan, each: list[list[float]]) -> Plan:
 
 @few
 @given(
-    populations(max_rows=1500),
-    grids(12, 12),
-    st.integers(1, 3),
-    st.lists(shares, max_size=4),
-    st.integers(0, 9),
-)
-def test_passes_of_a_stratum_stay_together(population, shape, turns, each, seed):  # type: ignore[no-untyped-def]
-    plan = decided(mixed(population, shape, turns, seed=seed), each)
-    stratum = np.repeat(population.segment_stratum, population.segment_rows)
-    seen = np.zeros(population.rows, dtype=np.int64)
-    for start in range(0, end_of(plan), 16):
-        steps = plan.steps(start, min(end_of(plan), start + 16))
-        seen += np.bincount(steps.ravel(), minlength=population.rows)
-        for s in np.unique(stratum):
-            times = seen[stratum == s]
-            assert times.max() - times.min() <= 2
-
-
-@few
-@given(
     populations(max_rows=800, max_strata=12),
     grids(8, 12),
     st.integers(1, 2),
@@ -81,25 +61,6 @@ def test_a_stage_draws_its_weights(population, shape, turns, each):  # type: ign
             exact = Fraction(mass * every * plan.global_batch, sum(masses))
             assert abs(int(drawn[s]) - exact) <= 2 * plan.lanes, (s, drawn, masses)
             assert mass or not drawn[s]
-
-
-@few
-@given(
-    populations(max_rows=800, max_strata=8), grids(8, 8), st.integers(1, 3), st.lists(shares, min_size=1, max_size=5),
-    st.data(),
-)  # fmt: skip
-def test_cold_cells_and_locate(population, shape, turns, each, data):  # type: ignore[no-untyped-def]
-    plan = decided(mixed(population, shape, turns), each)
-    step = data.draw(st.integers(0, end_of(plan) - 1))
-    lane, slot = data.draw(st.integers(0, plan.lanes - 1)), data.draw(st.integers(0, plan.cell_size - 1))
-    cells = plan.steps(0, end_of(plan))
-    cold = decided(mixed(population, shape, turns), each)
-    assert (cold.cell(step, lane) == cells[step, lane]).all()
-    sample = int(cells[step, lane, slot])
-    found = [plan.locate(sample, number) for number in range(int((cells == sample).sum()) + 2)]
-    at = [place for place in found if place is not None]
-    assert len(set(at)) == len(at)
-    assert {tuple(place) for place in np.argwhere(cells == sample).tolist()} == set(at)
 
 
 @few

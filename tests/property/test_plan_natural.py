@@ -12,8 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardkit.errors import PlanError
-from shardkit.plan import Plan, Population, cell_digest, make_plan
+from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.deal import Deal, floor_sum, golden_step
 from tests.property.plan_model import NaturalModel
 from tests.property.populations import epoch_steps, grids, populations, strata_of
@@ -128,44 +127,6 @@ def test_no_row_is_dropped_more_often_than_its_share(population, shape, seed, ep
 
 
 @few
-@given(populations(), grids(), remainders, shuffles, st.integers(0, 9), st.data())
-def test_locate_finds_every_sample(population, shape, remainder, shuffle, epoch, data):  # type: ignore[no-untyped-def]
-    plan = planned(population, shape, remainder, shuffle=shuffle)
-    seen = epoch_steps(plan, epoch)
-    for _ in range(8):
-        sample = data.draw(st.integers(0, population.rows - 1))
-        found = plan.locate(sample, epoch)
-        if found is None:
-            assert remainder == "drop"
-            assert not (seen == sample).any()
-        else:
-            step, lane, slot = found
-            assert plan.step(step)[lane, slot] == sample
-    with pytest.raises(PlanError):
-        plan.locate(population.rows)
-
-
-@pytest.mark.slow
-@few
-@given(populations(), grids(), remainders, shuffles, st.integers(0, 2**40), st.data())
-def test_any_cell_from_cold_is_the_walked_one(population, shape, remainder, shuffle, epoch, data):  # type: ignore[no-untyped-def]
-    plan = planned(population, shape, remainder, shuffle=shuffle)
-    walked = epoch_steps(plan, epoch)
-    assert plan.steps_per_epoch is not None
-    for _ in range(4):
-        cold = planned(population, shape, remainder, shuffle=shuffle)
-        step = data.draw(st.integers(0, plan.steps_per_epoch - 1))
-        lane = data.draw(st.integers(0, plan.lanes - 1))
-        at = epoch * plan.steps_per_epoch + step
-        assert (cold.cell(at, lane) == walked[step, lane]).all()
-        assert cold.digest == plan.digest
-        assert cold.cell_digest(at, lane) == cell_digest(walked[step, lane])
-        # a range that crosses the border of the epoch
-        around = cold.cells(max(0, at - 3), at + 4, lane)
-        assert (around[min(3, at)] == walked[step, lane]).all()
-
-
-@few
 @given(populations(), grids(), st.integers(1, 64), st.integers(0, 3))
 def test_open_blocks_stay_within_the_window(population, shape, window_blocks, epoch):  # type: ignore[no-untyped-def]
     plan = planned(population, shape, "short", window_blocks=window_blocks)
@@ -223,22 +184,6 @@ def test_jumping_gives_the_cells_of_walking() -> None:
         assert (
             make_plan(population, global_batch=512, lanes=4).steps(start, stop) == cells[start:stop]
         ).all()
-
-
-@few
-@given(populations(), grids(), remainders, shuffles, st.integers(0, 2**40), st.data())
-def test_lanes_drawn_together_have_the_cells_of_each_alone(  # type: ignore[no-untyped-def]
-    population, shape, remainder, shuffle, epoch, data
-):
-    plan = planned(population, shape, remainder, shuffle=shuffle)
-    lanes = data.draw(st.lists(st.integers(0, plan.lanes - 1), unique=True, min_size=1))
-    assert plan.steps_per_epoch is not None
-    first = epoch * plan.steps_per_epoch + data.draw(st.integers(0, plan.steps_per_epoch))
-    last = first + data.draw(st.integers(0, 2 * plan.steps_per_epoch))
-    together = plan.steps(first, last, lanes)
-    alone = planned(population, shape, remainder, shuffle=shuffle)
-    for place, lane in enumerate(lanes):
-        np.testing.assert_array_equal(together[:, place], alone.cells(first, last, lane))
 
 
 @pytest.mark.parametrize("lanes", [1, 4])

@@ -11,7 +11,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
-from shardkit.plan.plan import plan_of
 from shardkit.plan.weighted import WeightedGrid
 from tests.property.populations import grids, populations, strata_of
 from tests.property.test_plan_costs import balances, costs_of, population, waits
@@ -57,51 +56,6 @@ def test_batches_follow_the_weights_and_nothing_drifts(population, shape, weight
             assert drift < 2 * held
 
 
-@pytest.mark.slow
-@few
-@given(
-    populations(max_rows=2000),
-    grids(16, 12),
-    weight_lists,
-    weight_lists,
-    st.integers(1, 60),
-    st.integers(0, 9),
-)
-def test_passes_of_a_stratum_stay_together(population, shape, weights, then, at, seed):  # type: ignore[no-untyped-def]
-    rows = np.bincount(population.segment_stratum, population.segment_rows, len(population.strata))
-    later = {name: then[s % len(then)] for s, name in enumerate(population.strata)}
-    assume(any(later[name] and rows[s] for s, name in enumerate(population.strata)))
-    plan = planned(population, shape, weights, seed=seed, stages=[(at, later)])
-    stratum = strata_of(population)
-    seen = np.zeros(population.rows, dtype=np.int64)
-    for start in range(0, 160, 40):
-        seen += np.bincount(plan.steps(start, start + 40).ravel(), minlength=population.rows)
-        for s in np.unique(stratum):
-            times = seen[stratum == s]
-            assert times.max() - times.min() <= 2
-
-
-@few
-@given(populations(max_rows=1200, max_strata=10), grids(8, 12), weight_lists, st.integers(0, 150), st.data())
-def test_cold_cells_and_locate(population, shape, weights, step, data):  # type: ignore[no-untyped-def]
-    plan = planned(population, shape, weights, stages=[(90, None)])
-    cells = plan.steps(0, step + 1)
-    lane = data.draw(st.integers(0, plan.lanes - 1))
-    slot = data.draw(st.integers(0, plan.cell_size - 1))
-    cold = planned(population, shape, weights, stages=[(90, None)])
-    assert (cold.cell(step, lane) == cells[step, lane]).all()
-    sample = int(cells[step, lane, slot])
-    times = int((cells == sample).sum())
-    # passes of a row are numbered from 0; earlier and later rows may be up to two passes apart
-    found = [plan.locate(sample, epoch) for epoch in range(max(0, times - 12), times + 2)]
-    if times <= 12:
-        assert (step, lane, slot) in found
-    places = [f for f in found if f is not None]
-    assert len(set(places)) == len(places)
-    for k, lane_, slot_ in places:
-        assert plan.cell(k, lane_)[slot_] == sample
-
-
 # ---- Costs with explicit weights: passes, seek, look-ups and waits are those of the property tests of either alone
 
 
@@ -139,13 +93,6 @@ def weighted(plan: Plan) -> WeightedGrid:
     return plan.grid
 
 
-def same_again(plan: Plan) -> Plan:
-    """The plan, made again from its recorded settings, with empty caches."""
-    made = plan_of(plan.settings, plan.population, weighted(plan).costs)
-    assert made.digest == plan.digest
-    return made
-
-
 @few
 @given(plans(), st.integers(1, 120))
 def test_passes_hold_the_rows_that_they_hold_without_costs(both: tuple[Plan, Plan], steps: int) -> None:
@@ -173,34 +120,6 @@ def test_passes_hold_the_rows_that_they_hold_without_costs(both: tuple[Plan, Pla
             assert len(set(first)) == len(first)
             if len(first) == high[0] - low[0]:
                 assert sorted(first) == sorted(first_plain)
-
-
-@few
-@given(plans(120), st.data())
-def test_every_place_of_a_row_is_one_of_its_passes(both: tuple[Plan, Plan], data: st.DataObject) -> None:
-    """`locate` over all passes gives every place of a row once: passes are exactly once, from any step."""
-    plan, steps = both[0], data.draw(st.integers(1, 70))
-    whole = plan.steps(0, steps)
-    cold = same_again(plan)
-    for sample in range(0, plan.population.rows, 61):
-        places = set(map(tuple, np.argwhere(whole == sample).tolist()))
-        found = [cold.locate(sample, n) for n in range(len(places) + 3)]
-        there = [one for one in found if one is not None and one[0] < steps]
-        assert len(there) == len(set(there))
-        assert set(there) == places
-
-
-@few
-@given(plans(), st.data())
-def test_no_rank_chunk_or_resume_decides(both: tuple[Plan, Plan], data: st.DataObject) -> None:
-    plan = both[0]
-    whole = plan.steps(0, 90)
-    step, lane = data.draw(st.integers(0, 89)), data.draw(st.integers(0, plan.lanes - 1))
-    assert np.array_equal(same_again(plan).cell(step, lane), whole[step, lane])
-    some = sorted(data.draw(st.sets(st.integers(0, plan.lanes - 1), min_size=1)))
-    assert np.array_equal(same_again(plan).steps(step, 90, some), whole[step:, some])
-    skipped = plan.amend(skip=(step, step + 7))
-    assert np.array_equal(skipped.step(step), plan.step(step + 7))
 
 
 def three_sources(lanes: int, size: int) -> tuple[Population, np.ndarray]:

@@ -21,12 +21,15 @@ from shardkit.formats.schema import DTYPES
 from tests.format_conformance import FORMAT_PAIRS
 from tests.whole_shard import check_whole_shard
 
+OTHERS = ("str", "int16?", "float32[*]?", "bytes?")
+
 
 @pytest.mark.parametrize(("format", "compression"), FORMAT_PAIRS)
 @settings(max_examples=40, deadline=None)
 @given(
-    types=st.lists(st.sampled_from([*DTYPES, "int32[3]", "uint8[2,5]", "float64[130]", "bool[7]", "str", "int16?", "float32[*]?", "bytes?"]),
-                   min_size=1, max_size=4),
+    types=st.lists(
+        st.sampled_from([*DTYPES, "int32[3]", "uint8[2,5]", "float64[130]", "bool[7]", *OTHERS]), min_size=1, max_size=4
+    ),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     data=st.data(),
 )  # fmt: skip
