@@ -215,6 +215,7 @@ def test_a_wheel_of_the_sdist_has_every_file(tree: Path, tmp_path: Path) -> None
     assert done.stdout.count(str(tmp_path / "installed")) == 2
 
 
+COMPILES = importlib.util.find_spec("shardkit.loader.block_rows") is not None
 NO_COMPILER = {"CC": "there-is-no-such-compiler"}
 
 
@@ -253,16 +254,6 @@ def try_installed(python: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_wheel_is_installed_and_used_with_what_was_compiled(tree: Path, tmp_path: Path) -> None:
-    compiles = importlib.util.find_spec("shardkit.loader.block_rows") is not None
-    wheel = build("wheel", tree, tmp_path / "wheel", SHARDKIT_COMPILE="required" if compiles else "")
-    assert wheel.name.endswith("-py3-none-any.whl") is not compiles
-    python = clean_environment(tmp_path / "clean")
-    pip_install(python, wheel)
-    try_installed(python, *[] if compiles else ["--without-compiled"])
-
-
-@pytest.mark.slow
 def test_without_a_compiler_pip_installs_the_source_and_it_is_used(tree: Path, tmp_path: Path) -> None:
     python = clean_environment(tmp_path / "clean")
     pip_install(python, tree, **NO_COMPILER, SHARDKIT_COMPILE="")
@@ -294,8 +285,12 @@ for batch in islice(ds.loader(plan, decode={"image": images.random_resized_crop(
 @pytest.mark.slow
 @pytest.mark.drill
 def test_the_path_of_a_person_with_pictures(tree: Path, tmp_path: Path) -> None:
-    """From nothing to three decoded batches of one's own Parquet, in four commands; in `make drills` with the index."""
-    wheel = build("wheel", tree, tmp_path / "wheel")
+    """From nothing to three decoded batches of one's own Parquet, in four commands; in `make drills` with the index.
+
+    What was compiled is in the wheel, and in use.
+    """
+    wheel = build("wheel", tree, tmp_path / "wheel", SHARDKIT_COMPILE="required" if COMPILES else "")
+    assert wheel.name.endswith("-py3-none-any.whl") is not COMPILES
     subprocess.run([sys.executable, "-c", PHOTOS], cwd=tmp_path, check=True, capture_output=True)
     (tmp_path / "batches.py").write_text(THREE_BATCHES)
     commands = [
@@ -319,6 +314,7 @@ def test_the_path_of_a_person_with_pictures(tree: Path, tmp_path: Path) -> None:
             assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         took.append(f"{' '.join(command[:2])}: {time.monotonic() - began:.1f} s")
     print("; ".join(took))
+    try_installed(tmp_path / "clean" / "bin" / "python", *[] if COMPILES else ["--without-compiled"])
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     assert all(line.startswith("(16, 3, 64, 64) uint8 ['") for line in lines), lines

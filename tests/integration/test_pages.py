@@ -17,7 +17,7 @@ import pytest
 
 import shardkit
 from shardkit.errors import ShardkitError
-from tests.command_line import call
+from tests.command_line import ForkedCommand, call
 from tests.servers.object_stores import moto, s3_environment
 
 # ---- Pages of docs from top to bottom in an empty folder: commands end as a page says and print what it shows
@@ -49,6 +49,19 @@ def test_shape_keeps_counts_and_drops_measurements() -> None:
     assert shape("epoch 0  552 samples of 552") != shape("epoch 0  551 samples of 552")
 
 
+def run_command(words: list[str], folder: Path, environment: dict[str, str]) -> tuple[int | None, str, str]:
+    """Exit code and outputs of a command in a folder; `shardkit` is forked, with its imports done."""
+    if words[0] == "shardkit" and words[1] != "train":
+
+        def enter() -> None:
+            os.chdir(folder)
+            os.environ.update(environment)
+
+        return ForkedCommand(*words[1:], before=enter).ended()
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
 def run_page(page: Path, folder: Path, **variables: str) -> int:
     """Run the commands of a page in a folder, in order, and return their number."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -65,16 +78,14 @@ def run_page(page: Path, folder: Path, **variables: str) -> int:
             (folder / title).write_text(text, encoding="utf-8")
         if language != "console":
             continue
-        for command, code, shown in commands(text):
-            done = subprocess.run(
-                shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True, check=False
-            )
-            assert done.returncode == code, f"{command}\n{done.stdout}{done.stderr}"
-            printed = iter([shape(line) for line in done.stdout.splitlines()])
+        for command, expected_code, shown in commands(text):
+            code, out, err = run_command(shlex.split(command), folder, environment)
+            assert code == expected_code, f"{command}\n{out}{err}"
+            printed = iter([shape(line) for line in out.splitlines()])
             for line in shown:
                 if line != "…":
                     expected = shape(line.removeprefix("…"))
-                    assert any(one.endswith(expected) for one in printed), f"{command}: {line}\n{done.stdout}"
+                    assert any(one.endswith(expected) for one in printed), f"{command}: {line}\n{out}"
             ran += 1
     return ran
 
