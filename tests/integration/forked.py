@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -122,6 +123,14 @@ def become_command(arguments: Sequence[str]) -> None:
     from shardkit_tools.main import run
 
     run(arguments)
+
+
+def become_program(folder: Path, words: Sequence[str]) -> None:
+    """``python words…`` in a folder."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.argv = list(words)
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def train_alone(overrides: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ import pytest
 import shardkit
 from shardkit.errors import ShardkitError
 from tests.command_line import ForkedCommand, call
+from tests.drills import drill_cases
+from tests.integration.forked import OUTPUT, Forked, become_program
 from tests.servers.object_stores import moto, s3_environment
 
 # ---- Pages of docs from top to bottom in an empty folder: commands end as a page says and print what it shows
@@ -49,8 +51,12 @@ def test_shape_keeps_counts_and_drops_measurements() -> None:
     assert shape("epoch 0  552 samples of 552") != shape("epoch 0  551 samples of 552")
 
 
+WARM = {"training_programs"}
+"""Pages whose programs cost imports, and start no processes of their own: they are forked with torch in them."""
+
+
 def run_command(words: list[str], folder: Path, environment: dict[str, str]) -> tuple[int | None, str, str]:
-    """Exit code and outputs of a command in a folder; `shardkit` is forked, with its imports done."""
+    """Exit code and outputs of a command in a folder; programs are forked, with their common imports done."""
     if words[0] == "shardkit" and words[1] != "train":
 
         def enter() -> None:
@@ -58,6 +64,15 @@ def run_command(words: list[str], folder: Path, environment: dict[str, str]) -> 
             os.environ.update(environment)
 
         return ForkedCommand(*words[1:], before=enter).ended()
+    if words[0] == "python" and folder.name in WARM:
+        output = folder / ".said"
+        code = Forked(
+            become_program, folder, words[1:], environment={**environment, OUTPUT: str(output)}
+        ).wait(600)
+        said = [Path(f"{output}.{kind}").read_text(encoding="utf-8") for kind in ("out", "err")]
+        for kind in ("out", "err"):
+            Path(f"{output}.{kind}").unlink()
+        return code, said[0], said[1]
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
@@ -108,7 +123,9 @@ def test_a_page_runs_and_prints_what_it_shows(
 ) -> None:
     for package in packages:
         pytest.importorskip(package)
-    assert run_page(DOCS / f"{page}.md", tmp_path) == number
+    folder = tmp_path / page
+    folder.mkdir()
+    assert run_page(DOCS / f"{page}.md", folder) == number
 
 
 @pytest.mark.slow
@@ -123,7 +140,9 @@ def test_the_page_of_object_stores_runs_on_a_bucket(tmp_path: Path) -> None:
 
 
 GUIDES = Path(__file__).parents[2] / "examples" / "guides"
-NAMES = sorted({path.stem for path in GUIDES.glob("*.py")} - {"guide_shell"})
+ALL = sorted({path.stem for path in GUIDES.glob("*.py")} - {"guide_shell"} - {"ray_train"})
+# Ray waits minutes for the workers that this guide kills
+NAMES = drill_cases([*ALL, "ray_train"], range(len(ALL)))
 NEEDS = {
     "clips_of_videos": ("torchcodec",),
     "images_from_s3": ("moto", "PIL", "obstore"),
@@ -151,9 +170,10 @@ SAYS = {
 
 def test_every_guide_is_listed_and_checked() -> None:
     page = (GUIDES / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"\]\((\w+)\.py\)", page)) == set(NAMES) == set(SAYS)
+    assert set(re.findall(r"\]\((\w+)\.py\)", page)) == {*ALL, "ray_train"} == set(SAYS)
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.timeout(1000)  # longer than the limit of the program: Ray waits a minute for lost workers
 @pytest.mark.parametrize("name", NAMES)
