@@ -29,25 +29,24 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
             f"loader state of version {state.get('version')!r}: this shardkit reads version {STATE_VERSION}"
         )
     step = check_step("loader state: step", state.get("step"))
-    if _fits(state, plan, step):
-        return step
-    found = plan.parent
+    found: Plan | None = plan
+    until = step  # up to this step, at most the state's own, the plan and `found` are the same
     while found is not None:
-        if state.get("plan") == found.digest:
+        if (state.get("plan"), state.get("manifest")) == (found.digest, found.population.identity):
+            if step <= until:
+                return step
             raise StateError(
-                f"this state is of step {step}, and the plan differs from step {plan.from_step} on; load a state of "
-                f"step {plan.from_step} or earlier"
+                f"this state is of step {step}, and the plan differs from step {until} on; load a state of step "
+                f"{until} or earlier"
             )
-        found = found.parent
+        until, found = min(until, found.from_step), found.parent
     expected = {"manifest": manifest, "plan": plan.digest}
     differing = [name for name, value in expected.items() if state.get(name) != value]
-    if differing:
-        details = "; ".join(f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing)
-        raise StateError(
-            f"this state belongs to other data: {details}. Open the dataset at that manifest and make the plan "
-            "with the settings of the run, or start at step 0"
-        )
-    raise AssertionError("unreachable: the state has this plan and manifest")
+    details = "; ".join(f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing)
+    raise StateError(
+        f"this state belongs to other data: {details}. Open the dataset at that manifest and make the plan "
+        "with the settings of the run, or start at step 0"
+    )
 
 
 def check_mapping(state: object) -> None:
@@ -89,15 +88,3 @@ def check_geometry(plan: Plan, step: int) -> None:
                 f"{found.cell_size} samples over manifest {found.population.identity[:19]}…; read these steps with the "
                 f"parent plan, then go on with this one at step {until}"
             )
-
-
-def _fits(state: Mapping[str, Any], plan: Plan, step: int) -> bool:
-    """Return True if the state was taken with `plan`, or with an ancestor of it before the amendment took effect."""
-    found: Plan | None = plan
-    while found is not None:
-        if state.get("plan") == found.digest:
-            return state.get("manifest") == found.population.identity
-        if step > found.from_step:
-            return False
-        found = found.parent
-    return False

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.errors import IntegrityError
 from shardkit.formats import reading
 from shardkit.loader import resources
 from shardkit.loader.load_queue import BLOCK, FILE, LoadQueue
@@ -38,25 +37,6 @@ def _flip_everywhere(root: Path) -> None:
             (byte,) = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte ^ 1]))
-
-
-def test_loops_that_follow_each_other_are_those_of_loaders_of_their_own(root: Path) -> None:
-    with _loader(root) as loader:
-        together = [_rows(loader) for _ in range(4)]
-    for loop, found in enumerate(together):
-        with _loader(root) as alone:
-            alone.seek(loop * STEPS)
-            assert _rows(alone) == found
-    assert sorted(row for _, rows in together[3] for row in rows) == list(range(ROWS))
-
-
-def test_a_seek_after_a_loop_begins_there(root: Path) -> None:
-    with _loader(root) as loader:
-        first = _rows(loader)
-        loader.seek(7)
-        assert _rows(loader) == first[7:]
-        loader.seek(0)
-        assert _rows(loader) == first
 
 
 def test_what_is_handed_out_was_verified_when_it_was_loaded(
@@ -93,21 +73,3 @@ def test_files_that_change_after_they_were_read_change_nothing(own_root: Path) -
         _flip_everywhere(own_root)
         found += [_rows(loader)]  # all of it is in memory by now
     assert found == expected
-
-
-def test_what_is_damaged_before_it_is_read_is_found(own_root: Path) -> None:
-    with _loader(own_root) as loader:
-        _rows(loader)
-        loader.close()  # what is in memory is dropped
-        _flip_everywhere(own_root)
-        with pytest.raises(IntegrityError, match="mismatch"):
-            _rows(loader)
-
-
-def test_loops_keep_to_the_bound(root: Path) -> None:
-    loader = _loader(root, memory=2 << 20)
-    for _ in range(3):
-        _rows(loader)
-        assert loader.stats()["window_bytes"] <= 2 << 20
-    assert loader.stats()["peak_bytes"] <= 2 << 20
-    loader.close()

@@ -35,19 +35,19 @@ from shardkit.plan.assignment import (
 # ---- Rank and world are found, never guessed
 
 
-def test_arguments_win_over_the_environment() -> None:
-    found = find_topology(2, 4, {"RANK": "0", "WORLD_SIZE": "8"})
-    assert (found.rank, found.world) == (2, 4)
-
-
-def test_environment_of_torchrun_is_read() -> None:
-    found = find_topology(None, None, {"RANK": "3", "WORLD_SIZE": "5"})
-    assert (found.rank, found.world) == (3, 5)
-
-
-def test_a_lone_process_is_rank_0_of_1() -> None:
-    found = find_topology(None, None, {})
-    assert (found.rank, found.world) == (0, 1)
+@pytest.mark.parametrize(
+    ("arguments", "environ", "found"),
+    [
+        ((2, 4), {"RANK": "0", "WORLD_SIZE": "8"}, (2, 4)),
+        ((None, None), {"RANK": "3", "WORLD_SIZE": "5"}, (3, 5)),  # as torchrun sets them
+        ((None, None), {}, (0, 1)),
+        ((None, None), {"SLURM_NTASKS": "1"}, (0, 1)),
+    ],
+)
+def test_arguments_win_over_the_environment_and_a_lone_process_is_rank_0_of_1(
+    arguments: tuple[int | None, int | None], environ: dict[str, str], found: tuple[int, int]
+) -> None:
+    assert find_topology(*arguments, environ)[:2] == found
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,6 @@ def test_contradictions_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=names):
         find_topology(rank, world, environ)
-
-
-def test_a_launcher_of_one_task_is_a_lone_process() -> None:
-    assert find_topology(None, None, {"SLURM_NTASKS": "1"}).world == 1
 
 
 # ---- Lanes that nobody chose: most world sizes share them, and a dataset of few blocks has few
