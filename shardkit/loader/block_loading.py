@@ -281,7 +281,6 @@ class BlockLoading:
         self._layouts: dict[bytes, Int64s] = {}  # equal layouts once; jobs hold their addresses
         self._needed: dict[int, int] = {}  # shard → last step whose jobs refer to its `LocalShard`
         self._first_block: Int64s = sources.rows.shard_first_block
-        self._has_file: dict[int, bool] = {}
         self._lock = threading.Lock()  # guards verification_failures; several threads read
         self.verification_failures = 0  # blocks that failed verification in all locations
 
@@ -318,16 +317,9 @@ class BlockLoading:
             if len(places)
         ]
 
-    def has_file(self, shard: int) -> bool:
-        """Return True if the shard is a local file; the answer is cached."""
-        found = self._has_file.get(shard)
-        if found is None:
-            found = self._has_file[shard] = self._reader.has_file(shard)
-        return found
-
     def _size(self, shard: int, inside: int) -> int:
         with contextlib.suppress(ShardkitError):  # loading the block raises it again
-            if self.has_file(shard):
+            if self._reader.has_file(shard):
                 return self._reader.raw_size(shard, inside)
         return self._sources.block_bytes(int(self._first_block[shard]) + inside)
 
@@ -335,7 +327,7 @@ class BlockLoading:
         if shard not in self._shards:
             found = None
             with contextlib.suppress(ShardkitError):
-                if hasattr(gather.block_rows, "load_blocks") and self.has_file(shard):
+                if hasattr(gather.block_rows, "load_blocks") and self._reader.has_file(shard):
                     found = self._local_shard(shard, self._reader.index(shard))
             self._shards[shard] = found
         return self._shards[shard]
@@ -393,7 +385,7 @@ class BlockLoading:
         """Return statistics to which each load is added from now on."""
         from shardkit.telemetry.recorder import BlockTimes  # most loaders are not watched
 
-        times = BlockTimes(lambda shard: self._reader.shard_name(shard)[18:30], self.has_file)
+        times = BlockTimes(lambda shard: self._reader.shard_name(shard)[18:30], self._reader.has_file)
 
         def note(block: int, seconds: float) -> None:
             shard, inside = self._sources.rows.shard_of_block(block)

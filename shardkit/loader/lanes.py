@@ -34,10 +34,11 @@ from shardkit.loader.settings import (
     find_topology,
     fixed_assignment,
 )
-from shardkit.loader.sharing import Holders, ServedCache, find_address, holders_of
+from shardkit.loader.sharing import Holders, find_address, holders_of, serve_cache
 from shardkit.plan import Assignment, Plan, assign
 from shardkit.plan.assignment import Decision, LaneOfBlock, RankTelemetry, in_force, rebalance
 from shardkit.reading.cache.catalogue import cached_places
+from shardkit.reading.cache.serving import CacheServer
 from shardkit.reading.located_store import LocatedStore
 from shardkit.telemetry.pages import parse_listen
 
@@ -57,7 +58,7 @@ class LaneShares:
     # node → int64[lanes], bytes of each lane stored there; empty except on the leader
     nearby: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     holders: Holders | None = None  # caches that this node may read; None if nodes do not share their caches
-    served: ServedCache | None = None  # this node's cache, if this process serves it to other nodes
+    served: CacheServer | None = None  # this node's cache, if this process serves it to other nodes
 
 
 def share_lanes(setup: LoaderSetup, fixed: Assignment | None, own: Sequence[int]) -> LaneShares | None:
@@ -92,8 +93,8 @@ def share_lanes(setup: LoaderSetup, fixed: Assignment | None, own: Sequence[int]
         return shares
     served = None
     if config.share and config.cache is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        served = ServedCache(config.cache, find_address(config.share, exchange.store))
-    address = "" if served is None else served.address
+        served = serve_cache(config.cache, find_address(config.share, exchange.store))
+    address = "" if served is None else served.url.removeprefix("http://")
     dealt = _deal(plan, setup.sources, config, setup.topology, exchange, address)
     return replace(dealt, served=served)
 

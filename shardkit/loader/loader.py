@@ -35,7 +35,7 @@ from shardkit.ranges import shown
 
 if TYPE_CHECKING:
     from shardkit.loader.lanes import Rebalancer
-    from shardkit.loader.sharing import ServedCache
+    from shardkit.reading.cache.serving import CacheServer
     from shardkit.telemetry import Telemetry
 
 __all__ = ["Loader"]
@@ -59,7 +59,7 @@ class Loader:
     def __init__(self, plan: Plan, sources: Sources, config: LoaderConfig) -> None:
         self.plan = plan
         self._setup = make_setup(plan, sources, config)
-        self._served: ServedCache | None = None  # this node's cache, served to other nodes
+        self._served: CacheServer | None = None  # this node's cache, served to other nodes
         self._rebalancer: Rebalancer | None = None
         self.assignment: Assignment | None = None  # lanes of all ranks; None if this rank's were chosen
         lanes = self._share_lanes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -14,40 +13,24 @@ from shardkit.reading.cache.block_cache import MARKER, BlockCache
 from shardkit.reading.cache.serving import CacheServer
 from shardkit.telemetry.pages import parse_listen
 
-__all__ = ["Holders", "ServedCache", "find_address", "holders_of"]
+__all__ = ["Holders", "find_address", "holders_of", "serve_cache"]
 
 _ASKED: Final = 2  # nodes with most bytes of a lane; the nodes that work the lane are asked after them
 _NO_LIMIT: Final = 1 << 62
 
 
-class ServedCache:
-    """A server from which other nodes read this node's cache, until it is closed.
-
-    Args:
-        cache: directory of the cache; created if it is missing.
-        bind: address to listen on; port 0 takes a free port.
-
-    Attributes:
-        address: HOST:PORT at which other nodes reach the server.
+def serve_cache(cache: Path, bind: tuple[str, int]) -> CacheServer:
+    """Return a running server from which other nodes read this node's cache; create the cache if it is missing.
 
     Raises:
         StoreError: the server cannot listen on the address.
         UsageError: the cache is on a network file system.
     """
-
-    def __init__(self, cache: Path, bind: tuple[str, int]) -> None:
-        self._process = os.getpid()
-        if not os.path.isfile(cache / MARKER):
-            BlockCache(cache, limit=_NO_LIMIT).close()
-        self._server = CacheServer(cache, bind)
-        self.address = self._server.url.removeprefix("http://")
-        threading.Thread(target=self._server.serve, name="shardkit-share", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop serving; does nothing in a forked child, whose parent continues."""
-        if self._process == os.getpid():
-            self._process = -1
-            self._server.close()
+    if not os.path.isfile(cache / MARKER):
+        BlockCache(cache, limit=_NO_LIMIT).close()
+    server = CacheServer(cache, bind)
+    server.start()
+    return server
 
 
 def find_address(share: bool | str, store: Any) -> tuple[str, int]:

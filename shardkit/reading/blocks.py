@@ -393,8 +393,7 @@ class BlockReader:
 
     def has_file(self, shard: int) -> bool:
         """Return True if a shard is a file on this machine, of the root or adopted."""
-        own = self.store_of(shard).local_path(self.shard_name(shard))
-        return own is not None or self._is_near_adopted(shard)
+        return self._path(shard) is not None or self._is_near_adopted(shard)
 
     def through(self, supply: BlockFetcher | None) -> BlockReader:
         """Return a copy of this reader that reads remote blocks through `supply`; None to read them directly."""

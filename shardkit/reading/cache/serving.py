@@ -38,8 +38,13 @@ class CacheServer(PageServer):
             raise NotFoundError(
                 f"no cache at {self.path}: expected {MARKER} in it; a loader with cache= makes one"
             )
-        self._directories = Directories(self.path)
+        self._directories, self._process = Directories(self.path), os.getpid()
         super().__init__(*bind, self._block, most_requests=_MOST_REQUESTS)
+
+    def close(self) -> None:
+        """Stop serving; does nothing in a forked child, whose parent continues."""
+        if self._process == os.getpid():
+            super().close()
 
     def _block(self, path: str) -> Answer:
         match = _PATH.fullmatch(path)
