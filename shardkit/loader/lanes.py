@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -279,10 +278,8 @@ class Rebalancer:
         rank: int,
         dealt: LaneShares,
         record: Record,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._settings, self._exchange, self._rank = settings, exchange, rank
-        self._record, self._clock = record, clock
+        self._settings, self._exchange, self._rank, self._record = settings, exchange, rank, record
         self._dealt, self._world = dealt.assignment, dealt.assignment.ranks
         self._node = dealt.nodes[rank] if dealt.nodes else platform.node()
         self._nearby = dealt.nearby
@@ -303,8 +300,6 @@ class Rebalancer:
         kept = self._settings.every
         self._compute: deque[float] = deque(maxlen=kept)
         self._wait: deque[float] = deque(maxlen=kept)
-        self._handed_at, self._cells, self._waited = 0.0, 0, 0.0
-        self._computed: float | None = None
         self._silent = 0
 
     # ---- what the loader calls
@@ -345,20 +340,15 @@ class Rebalancer:
         self._next = step + 1
         return self.lanes_now()
 
-    def handed_out(self, cells: int, waited_s: float) -> None:
-        """Note that the trainer gets a step of `cells` cells after waiting `waited_s` seconds."""
-        self._cells, self._waited, self._computed = cells, waited_s, None
-        self._handed_at = self._clock()
+    def finished(self, cells: int, computed_s: float, waited_s: float) -> None:
+        """Note that the trainer has finished a step of `cells` cells of this rank.
 
-    def computed(self, seconds: float | None = None) -> None:
-        """Note that this rank's part of the step took `seconds`; None for the time until now."""
-        self._computed = self._clock() - self._handed_at if seconds is None else seconds
-
-    def came_back(self) -> None:
-        """Record the times of the last step; called when the trainer requests the next one."""
-        if self._cells and self._computed is not None:
-            self._compute.append(self._computed / self._cells)
-            self._wait.append(self._waited / self._cells)
+        `computed_s` is the time of the rank's part of it, negative if not reported; `waited_s` the time that the
+        trainer waited for the step.
+        """
+        if cells and computed_s >= 0:
+            self._compute.append(computed_s / cells)
+            self._wait.append(waited_s / cells)
             self._silent = 0
             return
         self._silent += 1

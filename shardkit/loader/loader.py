@@ -208,15 +208,14 @@ class Loader:
         if resources is None or one is None:  # another thread has closed the loader, or ended the loop
             loop.close("the loader was closed")
             raise loop.ended()
-        if rebalancer is not None:
-            rebalancer.handed_out(int(np.count_nonzero(one.lane_counts)), live.counts.last_wait_s)
         left = loop.left = loop.left[1:]
         resources.record_step(one, live.lanes, last=not left)
         if (mixing := self._setup.mixing) is not None:
             assert resources.journal is not None, "a mixer needs a run directory"
             if mixing.delivered(one.step, resources.journal.event):
                 resources.read_ahead(left, live.lanes)
-        live.hand_out(one.step - config.offset + config.stride if left else loop.stop)
+        cursor = one.step - config.offset + config.stride if left else loop.stop
+        live.hand_out(cursor, int(np.count_nonzero(one.lane_counts)))
         return self._batch_of(one)
 
     def _batch_of(self, one: StepBatches) -> Batch:
@@ -227,8 +226,9 @@ class Loader:
 
     def _came_back(self) -> None:
         """Note that the trainer has finished the last batch, if it had one."""
-        if self.live.come_back() and self._rebalancer is not None:
-            self._rebalancer.came_back()
+        live = self.live
+        if live.come_back() and self._rebalancer is not None:
+            self._rebalancer.finished(live.step_cells, live.computed_s, live.counts.last_wait_s)
 
     def _finish(self, loop: Loop) -> None:
         """Note that the trainer asks for more than the steps of a loop, unless another one has begun since."""
@@ -283,8 +283,6 @@ class Loader:
             seconds: time that the computation took; None for the time since the batch was handed out.
         """
         self.live.computed_s = time.perf_counter() - self.live.handed_at if seconds is None else seconds
-        if self._rebalancer is not None:
-            self._rebalancer.computed(seconds)
 
     def _open_resources(self) -> LoaderResources:
         """Return the threads and files; the first loop of each process opens them, also in a forked child."""

@@ -342,6 +342,7 @@ class LiveLoader:
         self.resources: LoaderResources | None = None  # open in this process; None before the first loop
         self.handed_out = 0  # the step after the last one handed out
         self.cells = 0  # handed out in all loops
+        self.step_cells = 0  # that have rows in the last step
         # `time.perf_counter` of the loop's start, and of the last batch
         self.started_at = self.handed_at = 0.0
         self.computed_s = -1.0  # time of the rank's part of the last step; negative if not reported
@@ -353,9 +354,9 @@ class LiveLoader:
         self._before = copy.copy(self.counts)
         self.started_at = self.handed_at = time.perf_counter()
 
-    def hand_out(self, cursor: int) -> None:
-        """Note that the trainer gets a batch; `cursor` is the step after it."""
-        self.handed_out, self._is_with_trainer = cursor, True
+    def hand_out(self, cursor: int, cells: int) -> None:
+        """Note that the trainer gets a batch of `cells` cells; `cursor` is the step after it."""
+        self.handed_out, self.step_cells, self._is_with_trainer = cursor, cells, True
         self.cells += len(self.lanes)
         self.handed_at, self.computed_s = time.perf_counter(), -1.0
 

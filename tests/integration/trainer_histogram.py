@@ -106,14 +106,10 @@ def tell_cost(seconds: float) -> None:
     from shardkit_trainer.reporting import StageMeter
 
     owner: Any = lanes.Rebalancer
-    handed_out, computed, cells = owner.handed_out, owner.computed, [0]
+    finished = owner.finished
 
-    def hand_out(self: Any, number: int, _waited_s: float) -> None:
-        cells[0] = number
-        handed_out(self, number, 0.0)
-
-    def compute(self: Any, _seconds: float | None = None) -> None:
-        computed(self, seconds * cells[0])
+    def finish(self: Any, cells: int, _computed_s: float, _waited_s: float) -> None:
+        finished(self, cells, seconds * cells, 0.0)
 
     def add_up(self: Any, *, computed_s: float, cells: int, **rest: float) -> dict[str, float]:
         self.seconds |= {"data": 0.0, "prepare": seconds * cells, "update": 0.0}
@@ -122,7 +118,7 @@ def tell_cost(seconds: float) -> None:
 
     meter: Any = StageMeter
     step, meter.step = meter.step, add_up
-    owner.handed_out, owner.computed = hand_out, compute
+    owner.finished = finish
 
 
 def wait_for_stop() -> None:

@@ -279,9 +279,7 @@ def test_lanes_of_a_slow_rank_go_to_who_has_their_bytes(
     for step in range(24):
         for rank, one in enumerate(rebalancers):
             lanes = one.lanes_at(step)
-            one.handed_out(len(lanes), 0.0)
-            one.computed(len(lanes) * (2.0, 1.0, 0.999, 1.001)[rank])
-            one.came_back()
+            one.finished(len(lanes), len(lanes) * (2.0, 1.0, 0.999, 1.001)[rank], 0.0)
     assert len(rebalancers[0].lanes_now()) < 4
     taken = [{lane for lane in one.lanes_now() if lane < 4} for one in rebalancers]
     assert taken[3], "its bytes are there"

@@ -332,9 +332,7 @@ class Group:
         owned = []
         for rank, one in enumerate(self.ranks):
             lanes = one.lanes_at(number)
-            one.handed_out(len(lanes), 0.0)
-            one.computed(len(lanes) * seconds(rank, len(lanes), number))
-            one.came_back()
+            one.finished(len(lanes), len(lanes) * seconds(rank, len(lanes), number), 0.0)
             owned.append(lanes)
         assert sorted(chain.from_iterable(owned)) == list(range(sum(map(len, owned)))), (
             "every lane is worked once"
@@ -408,8 +406,7 @@ def test_a_loop_that_says_nothing_is_told() -> None:
     def silent(steps: range) -> None:
         for number in steps:
             for one in group.ranks:
-                one.handed_out(len(one.lanes_at(number)), 0.0)
-                one.came_back()
+                one.finished(len(one.lanes_at(number)), -1.0, 0.0)
 
     with pytest.warns(RuntimeWarning, match=r"loader\.watch\(model\)"):
         silent(range(4))
