@@ -157,9 +157,13 @@ def finish_adoption(folders: Folders) -> None:
 # ---- versions with copies
 
 
+ROWS = 40
+"""Of a version: each is a shard, and every look at the copies is at all of them."""
+
+
 def add_version(root: Path, ref: str, first: int) -> None:
     with shardkit.create(root, {"value": "int64"}, ref=ref, shard_size="512B", block_size="128B") as writer:
-        for number in range(120):
+        for number in range(ROWS):
             writer.add({"value": first + number})
 
 
@@ -220,7 +224,7 @@ def values(folder: Path, ref: str) -> list[int]:
 
 def check_main(folder: Path) -> None:
     nothing_is_torn(folder)
-    assert values(folder, "main") == list(range(120))
+    assert values(folder, "main") == list(range(ROWS))
 
 
 def check_copies(folder: Path) -> None:
@@ -253,7 +257,7 @@ def finish_copies(folders: Folders, work: Callable[[Path], object]) -> None:
     if work is move:
         assert not list((folder / "a").glob("objects/**/*.*"))
     if work is create:
-        assert values(folder, "new") == list(range(500, 620))
+        assert values(folder, "new") == list(range(500, 500 + ROWS))
 
 
 def create(folder: Path) -> None:
@@ -460,7 +464,7 @@ def test_a_killed_command_goes_on(
             killed += code != 0
             scenario.check(folders.work)
             if name == "create" and code == 0:
-                assert values(folders.work, "new") == list(range(500, 620)), "it was acknowledged"
+                assert values(folders.work, "new") == list(range(500, 500 + ROWS)), "it was acknowledged"
         scenario.finish(folders)
     record_property("killed", killed)
     print(f"{name}: killed {killed} times, {counting.count} changes")

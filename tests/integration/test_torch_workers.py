@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info, random_split  # noqa: E402
 import shardkit  # noqa: E402
 import shardkit.torch  # noqa: E402
 from shardkit.errors import UsageError  # noqa: E402
-from tests.drills import drill_cases, drill_count  # noqa: E402
+from tests.drills import DRILLS, drill_cases, drill_count  # noqa: E402
 
 # more workers than processors, on purpose
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -278,9 +278,11 @@ def _is_alive(process: int) -> bool:
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Four processes that compute next to the test."""
+    """Processes that compute next to the test; the rest of the suite is load as well."""
     context = multiprocessing.get_context("fork")
-    others = [context.Process(target=_compute, args=(os.getpid(),), daemon=True) for _ in range(4)]
+    others = [
+        context.Process(target=_compute, args=(os.getpid(),), daemon=True) for _ in range(4 if DRILLS else 1)
+    ]
     for one in others:
         one.start()
     yield

@@ -256,7 +256,7 @@ def urls(draw: st.DrawFn) -> str:
 
 
 @pytest.mark.drill
-@settings(max_examples=100_000 if DRILLS else 1_500)
+@settings(max_examples=100_000 if DRILLS else 500)
 @given(urls(), WORDS, WORDS)
 def test_no_form_of_url_gets_a_credential_through(url: str, before: str, after: str) -> None:
     """Neither as a root, a version, a location or a source, nor in a message."""
