@@ -28,9 +28,9 @@ from pyarrow import feather
 import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import ShardkitError, UsageError
-from shardkit_tools.adopting import adopt
+from shardkit_tools.adopting import adopt, line_files
 from shardkit_tools.building.build_run import build
-from shardkit_tools.importers import ImportOptions, open_source
+from shardkit_tools.importers import ImportOptions, line_ranges, open_source
 from tests.pictures import PNG
 from tests.servers.object_stores import s3_client
 
@@ -913,6 +913,29 @@ def test_an_arrow_file_after_another_is_found_whatever_their_sizes(
     (tmp_path / "a.arrow").write_bytes(b"".join(files))
     with pytest.raises(ShardkitError, match=r"a\.arrow: its footer lists messages up to byte \d+"):
         way(tmp_path / "a.arrow", tmp_path / "root")
+
+
+@WAYS
+def test_tables_of_lines_that_end_in_carriage_returns_are_read_in_pieces(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def whole_lines(*arguments: Any, **settings: Any) -> Iterator[bytes]:
+        for piece in line_ranges_whole_lines(*arguments, **settings):
+            sizes.append(len(piece))
+            yield piece
+
+    line_ranges_whole_lines = line_ranges.whole_lines
+    monkeypatch.setattr(line_ranges, "READ_BYTES", 100)
+    for module in (line_ranges, line_files):
+        monkeypatch.setattr(module, "whole_lines", whole_lines)
+    lines = [f"{n},w{n}" for n in range(200)]
+    for ends in ("\r", "\r\n", "\n"):
+        (tmp_path / "a.csv").write_bytes(ends.join(["n,w", *lines, ""]).encode())
+        rows, _ = way(tmp_path / "a.csv", tmp_path / f"root{len(ends)}{ord(ends[0])}")
+        assert rows == [{"n": n, "w": f"w{n}"} for n in range(200)]
+    assert max(sizes) < 120
 
 
 @WAYS

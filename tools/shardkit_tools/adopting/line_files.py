@@ -155,12 +155,12 @@ class _LineScan:
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield the lines; of a table without its byte-order mark, which becomes the beginning of the head."""
-        if isinstance(self.importer, CsvImporter):
+        if is_table := isinstance(self.importer, CsvImporter):
             if self._pass.read(len(BOM_UTF8)) == BOM_UTF8:
                 self._pass.add_head(BOM_UTF8)
             else:
                 self._pass.stream.seek(0)
-        yield from whole_lines(self._pass.stream, self.task.file.path)
+        yield from whole_lines(self._pass.stream, self.task.file.path, returns=is_table)
 
     def _hold(self, block: LineBlock) -> None:
         """Hold rows until their block is complete; the header of a table is the head of the file."""

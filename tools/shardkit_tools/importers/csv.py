@@ -106,7 +106,7 @@ class CsvImporter(LineImporter):
     def pieces(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """As `LineImporter.pieces`; bytes that are not text of the encoding are none of UTF-8 either."""
         if self.encoding == UTF8:
-            for number, piece in enumerate(read_pieces(file, start, stop)):
+            for number, piece in enumerate(read_pieces(file, start, stop, returns=True)):
                 yield piece.removeprefix(BOM_UTF8) if not (number or start) else piece
             return
         line = 1

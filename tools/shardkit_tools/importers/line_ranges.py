@@ -65,29 +65,39 @@ def read_lines(file: SourceFile, start: int = 0, stop: int | None = None) -> Ite
             yield line.removesuffix(b"\r")
 
 
-def read_pieces(file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+def read_pieces(
+    file: SourceFile, start: int = 0, stop: int | None = None, *, returns: bool = False
+) -> Iterator[bytes]:
     """Yield the bytes of a file, or of a range that starts and stops at line ends, in pieces of whole lines."""
     with open_plain(file) as stream:
         if start:
             stream.seek(start)
-        yield from whole_lines(stream, file.path, None if stop is None else stop - start)
+        yield from whole_lines(stream, file.path, None if stop is None else stop - start, returns=returns)
 
 
-def whole_lines(stream: BinaryIO, path: str, size: int | None = None) -> Iterator[bytes]:
+def whole_lines(
+    stream: BinaryIO, path: str, size: int | None = None, *, returns: bool = False
+) -> Iterator[bytes]:
     """Yield the next bytes of a stream, `size` or all, in pieces of whole lines.
+
+    With `returns`, a piece without line feeds ends after a carriage return, which ends the lines of such a file.
 
     Raises:
         SourceError: The rest cannot be read, or a line is too long; the lines before were yielded.
     """
     damage: SourceError | None = None
+    held = b""  # the beginning of a line
     while size != 0 and damage is None:
-        left = READ_BYTES if size is None else min(READ_BYTES, size)
-        parts: list[bytes] = []
+        left = (READ_BYTES if size is None else min(READ_BYTES, size)) - len(held)
+        parts = [held] if held else []
+        held = b""
         try:
             while left > 0 and (part := stream.read1(left)):  # type: ignore[attr-defined]  # it is buffered
                 parts.append(part)
                 left -= len(part)
-            if parts and not parts[-1].endswith(b"\n"):
+            if returns and left <= 0:
+                parts, held = _cut_at_return(parts)
+            if parts and not held and not parts[-1].endswith(b"\n"):
                 parts.append(stream.readline(_MAX_LINE_BYTES))
                 if len(parts[-1]) == _MAX_LINE_BYTES:
                     damage = SourceError(
@@ -106,6 +116,15 @@ def whole_lines(stream: BinaryIO, path: str, size: int | None = None) -> Iterato
             yield piece
     if damage is not None:
         raise damage
+
+
+def _cut_at_return(parts: list[bytes]) -> tuple[list[bytes], bytes]:
+    """Return the lines of bytes without line feeds, and the beginning of the next; other bytes as they are."""
+    if any(b"\n" in part for part in parts):
+        return parts, b""
+    read = b"".join(parts)
+    cut = read.rfind(b"\r", 0, -1) + 1  # not the last byte: a line feed may follow it
+    return ([read[:cut]], read[cut:]) if cut else (parts, b"")
 
 
 def _borders(file: SourceFile, starts_of: Callable[[bytes], Sized | None]) -> list[tuple[int, int]]:
