@@ -140,7 +140,7 @@ def _rewrite_all(
             elif not manifest.parts and rewriter.touches(survey.table(manifest)).any():
                 touched[identity] = manifest
         except (NotFoundError, IntegrityError, FormatError) as error:
-            _add(report.not_reached, f"version {identity} cannot be read ({error})"[:500])
+            _pass_over(survey, identity, error, report)
     changed: dict[str, Manifest | None] = {}
     for identity in _parents_first(touched):
         parent = touched[identity].parent
@@ -151,11 +151,16 @@ def _rewrite_all(
             parent = report.versions[parent] or None
         try:
             changed[identity] = rewriter.rewrite(survey, touched[identity], parent)
-        except NotFoundError as error:
-            note = f"version {identity} was committed while rows were erased: {error}"
-            _add(report.not_reached, note[:500])
+        except (NotFoundError, IntegrityError, FormatError) as error:
+            _pass_over(survey, identity, error, report)
     changed |= _merge_again(repository, survey, changed, report)
     return changed
+
+
+def _pass_over(survey: StoreSurvey, identity: str, error: ShardkitError, report: ErasureReport) -> None:
+    """Note a version that cannot be read and that nothing names; a damaged version that is named must be repaired."""
+    survey.pass_over(identity, error)
+    _add(report.not_reached, f"version {identity} cannot be read ({error})"[:500])
 
 
 def _parents_first(touched: Mapping[str, Manifest]) -> list[str]:

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
-from shardkit.errors import FormatError, IntegrityError, NotFoundError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
 from shardkit.extras import shell_word
 from shardkit.formats import Schema
 from shardkit.manifest import Manifest, PageRef, ShardTable, unpack_page
@@ -95,10 +95,17 @@ class StoreSurvey:
                 try:
                     needed.update(self.references(manifest))
                 except (NotFoundError, IntegrityError, FormatError) as error:
-                    if identity in self._named:
-                        self._refuse(identity, str(error))
-                    continue  # no ref names it and it is broken already: nothing more can be lost
+                    self.pass_over(identity, error)
         return needed
+
+    def pass_over(self, identity: str, error: ShardkitError) -> None:
+        """Return for a version that no ref or tag names: it is broken already, and nothing more can be lost.
+
+        Raises:
+            IntegrityError: A ref or tag names the version.
+        """
+        if identity in self._named:
+            self._refuse(identity, str(error))
 
     def _refuse(self, identity: str, why: str) -> NoReturn:
         url = self.repository.url
@@ -160,6 +167,7 @@ def find_equal_rows(
                 keys = foreign.index(shard).key_texts
                 others |= {f"{keys[row]} in {manifest.id}" for row, is_equal in found.items() if not is_equal}
         except (NotFoundError, IntegrityError, FormatError) as error:
+            survey.pass_over(manifest.id, error)
             notes.append(f"version {manifest.id} cannot be searched ({error})"[:500])
     if others:
         shown = "; ".join(sorted(others)[:_SHOWN])

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from shardkit.copies.verify import verify
 from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import find_samples, hash_values
 from shardkit.dataset.removing import erase, remove, resume_erasures
+from shardkit.dataset.rewriting import ErasureJournal
 from shardkit.dataset.selecting import put_selected
 from shardkit.errors import CommitConflict, IntegrityError, NotFoundError, UsageError
 from shardkit.repository import garbage
@@ -331,3 +333,36 @@ def test_a_version_prepared_before_an_erasure_is_not_committed_over_what_it_dele
         assert "late" not in Repository.open(tmp_path).refs
     assert search(tmp_path, 3) == []
     assert verify(str(tmp_path)).exit_code == 0
+
+
+@pytest.mark.parametrize("lost", ["index", "shard", "page"])
+def test_an_erasure_does_not_pass_over_a_version_that_is_named_and_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """It would report success, and the rows would be back as soon as the version is repaired."""
+    root, away = tmp_path / "root", tmp_path / "away"
+    made = make(root, range(40), format="tar")
+    sample = next(sample for sample in range(40) if made.key(sample) == "key-00002")
+    shard = int(made.rows.locate(np.array([sample])).shard[0])
+    digest = {
+        "index": bytes(made.table.index_digest[shard]).hex(),
+        "shard": bytes(made.table.digest[shard]).hex(),
+        "page": made.manifest.pages[0].digest.removeprefix("sha256:"),
+    }[lost]
+    name = object_name(f"sha256:{digest}", "tar" if lost == "shard" else lost)
+    begin = ErasureJournal.begin
+
+    def begun(self: ErasureJournal) -> None:
+        begin(self)
+        (root / name).rename(away)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ErasureJournal, "begin", begun)
+        with pytest.raises(IntegrityError, match="nothing was deleted; run: shardkit repair"):
+            erase(str(root), keys=["key-00002"], reason="x")
+    assert search(tmp_path, 2)
+    away.rename(root / name)
+    (report,) = resume_erasures(str(root))
+    assert report.rows == 1
+    assert contents(root).keys() == {f"key-{number:05d}" for number in range(40) if number != 2}
+    assert not search(tmp_path, 2)

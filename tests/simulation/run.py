@@ -25,14 +25,21 @@ MOST_SEEDS: Final = 2_000
 
 
 def find_mutations(names: Iterable[str], seeds: Iterable[int]) -> int:
-    """Print the first seed that finds each mutation; exit code 1 where one is not found."""
+    """Print the first seed that finds each mutation; exit code 1 where one is not found, or fails without it."""
     templates()
     missed = 0
     for name in names:
         with mutated(name):
             found = next(((seed, problem) for seed in seeds if (problem := simulate(seed).problem)), None)
-        missed += found is None
-        print(f"{name}: {'not found' if found is None else f'seed {found[0]}: {found[1][:150]}'}", flush=True)
+        own = "" if found is None else simulate(found[0]).problem
+        if found is None:
+            told = "not found"
+        elif own:
+            told = f"seed {found[0]} fails without it: {own[:150]}"
+        else:
+            told = f"seed {found[0]}: {found[1][:150]}"
+        missed += found is None or bool(own)
+        print(f"{name}: {told}", flush=True)
     return 1 if missed else 0
 
 
