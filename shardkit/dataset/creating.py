@@ -8,19 +8,23 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from shardkit.dataset.committing import Destination, block_size_for, version_of_ref, write_version
 from shardkit.dataset.encoding import (
-    EncodedRow,
     RowEncoder,
-    join_encoded,
+    RowOrigin,
+    check_source,
     ordinal_identity,
     part_identity,
+    sample_batch,
 )
 from shardkit.dataset.parts import PartFolder, check_part_name, part_folder, settings_of
 from shardkit.dataset.scratch import PartFiles, RowSpool, scratch_folder
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
+from shardkit.formats.block import stored_columns
 from shardkit.manifest import Manifest
 from shardkit.ranges import shown
 from shardkit.repository.log import check_ref_name
@@ -177,7 +181,8 @@ class Writer:
             version.schema,
             seed=version.settings.seed if version.settings.shuffle else None,
         )
-        self._rows: list[EncodedRow] = []  # added after the rows in `_spool`
+        # (payloads, key, source) of the rows added after the rows in `_spool`
+        self._rows: list[tuple[tuple[bytes, ...], str | None, tuple[str, int] | None]] = []
         self._rows_bytes = 0
         self._manifest: Manifest | None = None
         self._is_written = False
@@ -213,11 +218,14 @@ class Writer:
         """
         self._open()
         name = f"sample {key!r}" if key is not None else f"sample {self._count()}"
-        row = self._encoder.encode(sample, key, source, where=name)
+        payloads = self._encoder.schema.encode(sample, where=name)
+        self._encoder.check_row(payloads, key, where=name)
+        if source is not None:
+            check_source(source, name)
         with self._lock:
             spool = self._open()
-            self._rows.append(row._replace(identity=row.identity or self._identity(self._count())))
-            self._rows_bytes += sum(map(len, row.payloads))
+            self._rows.append((payloads, key, source))
+            self._rows_bytes += sum(map(len, payloads))
             if len(self._rows) >= _MAX_ROWS or self._rows_bytes >= _MAX_BYTES:
                 self._flush(spool)
 
@@ -225,13 +233,25 @@ class Writer:
         return len(self._rows) + (len(self._spool) if self._spool is not None else 0)
 
     def _flush(self, spool: RowSpool) -> None:
-        if self._rows:
-            spool.append(*join_encoded(self._version.schema, self._rows))
+        if not self._rows:
+            return
+        payloads, keys, sources = zip(*self._rows, strict=True)
+        names, numbers = zip(*(source or ("", -1) for source in sources), strict=True)
+        origin = RowOrigin(names, np.array(numbers, np.int64), keys)
+        columns = stored_columns(self._encoder.schema, sample_batch(self._encoder.schema, payloads))
+        encoded = self._encoder.encode_rows(columns, origin, str)
+        assert isinstance(encoded, tuple), "rows are checked when they are added"
+        rows, batch = encoded
+        for place, (_, key, source) in enumerate(self._rows):
+            if key is None and source is None:
+                number = len(spool) + place
+                rows.identity[place] = (
+                    part_identity(self._part[1], number)
+                    if self._part
+                    else ordinal_identity(self._first + number)
+                )
+        spool.append(rows, batch)
         self._rows, self._rows_bytes = [], 0
-
-    def _identity(self, number: int) -> tuple[int, int]:
-        """Return the identity of a row that has neither key nor source."""
-        return part_identity(self._part[1], number) if self._part else ordinal_identity(self._first + number)
 
     @property
     def manifest(self) -> Manifest:

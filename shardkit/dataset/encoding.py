@@ -1,4 +1,4 @@
-"""Encode samples as rows, singly or as columns of many: payloads, identity, stratum, split, size.
+"""Encode samples as rows, by column: payloads, identity, stratum, split, size.
 
 A record batch of samples has the fields in the Arrow types of a shard (`arrow_schema`), null where a row has no value.
 A record batch of scratch has the stored columns without nulls, whose buffers are the payloads, and `_ORIGIN`.
@@ -6,10 +6,11 @@ A record batch of scratch has the stored columns without nulls, whose buffers ar
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from shardkit.dataset.layout import MAX_SHARD_BYTES, split_value
 from shardkit.dataset.rows import Rows, unwritten_records
 from shardkit.errors import ConfigurationError, SampleError
 from shardkit.formats import FieldType, Schema, fit_key, max_key_bytes, raw_row_bytes
-from shardkit.formats.arrow_writing import arrow_array, arrow_schema, arrow_type, index_array
+from shardkit.formats.arrow_writing import arrow_array, arrow_schema, arrow_type
 from shardkit.formats.block import PayloadColumn, payload_column, payloads_of, sizes_of
 from shardkit.formats.values import logical_text
 
@@ -31,20 +32,6 @@ SOURCE_PREFIX = b"s"
 """First bytes of the text whose hash is the identity of a row with a source but no key."""
 
 _MAX_STRATUM_TEXT = 200
-
-
-class EncodedRow(NamedTuple):
-    """An encoded row, ready for scratch."""
-
-    key: str | None  # key in the shard; None if it is generated from the row's ordinal
-    original_key: str | None  # the caller's key if `fit_key` changed it
-    source: tuple[str, int] | None  # (source name, row in it) if known
-    payloads: tuple[bytes, ...]  # canonical bytes per stored column, in order
-    # 128-bit hash of the key, otherwise of the source, as (high, low); None without either
-    identity: tuple[int, int] | None
-    stratum: tuple[str, ...]  # values of the stratify fields as texts
-    split: int | None  # 64-bit hash of the value that decides the split; None if the identity decides
-    raw_bytes: int  # size in a shard before compression
 
 
 @dataclass(eq=False)
@@ -66,7 +53,6 @@ class RowEncoder:
     def __post_init__(self) -> None:
         self.classes, self.axes = tuple(self.classes), tuple(self.stratify)
         self.split_axes = () if self.split_by is None else (self.split_by,)
-        self._fields_of_axes = [(axis, _field_of(axis)) for axis in self.axes]
         folders = self.split_folders or {}
         self._split_folders = {folder: split_value(name) for folder, name in folders.items()}
         self._key_limit = max_key_bytes(self.schema, self.format)
@@ -75,46 +61,20 @@ class RowEncoder:
         if len(set(self.axes)) != len(self.axes):
             raise ConfigurationError(f"stratify names a field twice: {', '.join(self.axes)}; name each once")
 
-    def encode(
-        self,
-        sample: Mapping[str, object],
-        key: str | None,
-        source: tuple[str, int] | None,
-        *,
-        where: str,
-    ) -> EncodedRow:
-        """Encode one sample."""
-        payloads = self.schema.encode(sample, where=where)
-        fitted = None if key is None else self._fit(key, where)
-        raw_bytes = self.raw_bytes(tuple(map(len, payloads)))
+    def check_row(self, payloads: tuple[bytes, ...], key: str | None, where: str) -> None:
+        """Raise SampleError if `encode_rows` refuses a row with these payloads of the stored columns."""
+        if key is not None:
+            self._fit(key, where)
+        raw_bytes = raw_row_bytes(self.format, self.schema, tuple(map(len, payloads)))
         if raw_bytes > MAX_SHARD_BYTES:
             raise _too_large(where, raw_bytes)
-        if source is not None:
-            _check_source(source, where)
-        if fitted is not None:
-            identity: tuple[int, int] | None = key_identity(fitted)
-        else:
-            identity = None if source is None else _source_identity(source)
-        return EncodedRow(
-            key=fitted,
-            original_key=None if fitted == key else key,
-            source=source,
-            payloads=payloads,
-            identity=identity,
-            stratum=tuple([self.text(axis, sample[name], where) for axis, name in self._fields_of_axes]),
-            split=self._split(sample, source, where),
-            raw_bytes=raw_bytes,
-        )
-
-    def _split(self, sample: Mapping[str, object], source: tuple[str, int] | None, where: str) -> int | None:
-        if self._split_folders and source is not None:
-            return self._split_folders[source[0].partition("/")[0]]
-        return split_value(self.text(self.split_by, sample[self.split_by], where)) if self.split_by else None
-
-    @cached_property
-    def raw_bytes(self) -> Callable[[tuple[int, ...]], int]:
-        """`raw_row_bytes`, cached: rows of one dataset have few different sizes."""
-        return lru_cache(maxsize=4096)(partial(raw_row_bytes, self.format, self.schema))
+        for axis in (*self.axes, *self.split_axes):
+            name = _field_of(axis)
+            payload = payloads[self.schema.stored.position(name)]
+            is_text = self.schema[name].kind == "str"
+            self.text(
+                axis, payload.decode() if is_text else _numbers(self.schema[name], payload)[0].item(), where
+            )
 
     def _fit(self, key: object, where: str) -> str:
         if not isinstance(key, str) or not key:
@@ -124,8 +84,8 @@ class RowEncoder:
         fitted: str = fit_key(key, self._key_limit)
         return fitted
 
-    def text(self, axis: str, value: Any, where: str, *, is_stored: bool = False) -> str:
-        """Return the value of a field as the text that names its stratum or split."""
+    def text(self, axis: str, value: Any, where: str) -> str:
+        """Return the stored value of a field as the text that names its stratum or split."""
         if axis == CLASS_AXIS:
             number = int(value)
             if not 0 <= number < len(self.classes):
@@ -140,8 +100,7 @@ class RowEncoder:
         elif kind.dtype == "bool":
             text = "true" if value else "false"
         elif kind.logical is not None:
-            number = value if is_stored else kind.logical.number(value)
-            text = str(logical_text(kind.logical.value(number)))
+            text = str(logical_text(kind.logical.value(value)))
         else:
             text = str(int(value))
         if not text or len(text) > _MAX_STRATUM_TEXT:
@@ -154,11 +113,11 @@ class RowEncoder:
     def encode_rows(
         self, columns: Sequence[PayloadColumn], rows: RowOrigin, name_of: Callable[[int], str]
     ) -> tuple[Rows, Any] | dict[int, SampleError]:
-        """Encode rows of one source file from the payloads of their stored columns.
+        """Encode rows from the payloads of their stored columns.
 
         Returns:
-            The rows, and their record batch of scratch; or an error for each row that cannot be stored, by its
-            position. The caller then encodes the remaining rows.
+            The rows, and their record batch of scratch. A row without key and source has the identity (0, 0).
+            Or an error for each row that cannot be stored, by its position; the caller then encodes the others.
         """
         errors: dict[int, SampleError] = {}
         sizes: list[Any] = [
@@ -189,7 +148,7 @@ class RowEncoder:
             keys=keys,
             originals=originals,
             source_names=rows.source_names,
-            source_rows=index_array(rows.source_row),
+            source_rows=rows.source_row,
         )
         table = Rows(
             identity=_identities(rows, keys),
@@ -218,21 +177,25 @@ class RowEncoder:
             place = np.array([number.setdefault(bytes(one), len(number)) for one in payloads_of(column)])
             values = [one.decode() for one in number]
         else:
-            numbers = np.ascontiguousarray(column).view(kind.numpy_dtype).reshape(-1)
-            found, place = np.unique(numbers, return_inverse=True)
+            found, place = np.unique(_numbers(kind, np.ascontiguousarray(column)), return_inverse=True)
             values = found.tolist()
         texts = []
         for index, value in enumerate(values):
             try:
-                texts.append(self.text(axis, value, "", is_stored=True))
+                texts.append(self.text(axis, value, ""))
             except SampleError:
                 texts.append("")
                 for row in np.flatnonzero(place == index).tolist():
                     try:
-                        self.text(axis, value, name_of(row), is_stored=True)
+                        self.text(axis, value, name_of(row))
                     except SampleError as error:
                         errors.setdefault(row, error)
         return texts, place.astype(np.int64)
+
+
+def _numbers(kind: FieldType, payloads: bytes | NDArray[np.uint8]) -> NDArray[Any]:
+    """Return the numbers of a scalar field: (n,)."""
+    return np.frombuffer(payloads, kind.numpy_dtype)
 
 
 def _too_large(where: str, size: int) -> SampleError:
@@ -257,16 +220,14 @@ def part_identity(part: str, number: int) -> tuple[int, int]:
     return _identity(b"r" + number.to_bytes(8, "little") + part.encode("ascii"))
 
 
-def _check_source(source: object, where: str) -> None:
+def check_source(source: object, where: str) -> None:
+    """Raise SampleError unless a source is (name, row)."""
     match source:
-        case (str(), int(row)) if 0 <= row < 2**63:
-            return
+        case (str(name), int(row)) if 0 <= row < 2**63:
+            with contextlib.suppress(UnicodeEncodeError):
+                name.encode()
+                return
     raise SampleError(f"{where}: source {source!r} is not (name, row); give a str and an integer from 0 on")
-
-
-def _source_identity(source: tuple[str, int]) -> tuple[int, int]:
-    name, row = source
-    return _identity(SOURCE_PREFIX + row.to_bytes(8, "little") + name.encode("utf-8"))
 
 
 def _identity(text: bytes) -> tuple[int, int]:
@@ -305,7 +266,7 @@ class RowOrigin:
     """Origin of rows that are encoded together."""
 
     source_names: Sequence[str]  # (n,), source file of each row
-    source_row: NDArray[np.int64]  # (n,), number in the file
+    source_row: NDArray[np.int64]  # (n,), number in the file; -1 for a row without a source
     keys: Sequence[str | None] = ()  # keys in the source; empty if no row has one
     pieces: Sequence[int] = ()  # number among the samples made from one row; empty if all are 0
 
@@ -321,31 +282,6 @@ class RowOrigin:
             [self.keys[place] for place in chosen] if self.keys else (),
             [self.pieces[place] for place in chosen] if self.pieces else (),
         )
-
-
-def join_encoded(schema: Schema, rows: Sequence[EncodedRow]) -> tuple[Rows, Any]:
-    """Return rows that were encoded singly, at least one, with identities, as `RowEncoder.encode_rows` does."""
-    keys, originals, sources, payloads, identities, strata, splits, raw_bytes = zip(*rows, strict=True)
-    places = [source or (None, None) for source in sources]
-    number = {values: place for place, values in enumerate(dict.fromkeys(strata))}
-    batch = spool_batch(
-        schema,
-        list(map(list, zip(*payloads, strict=True))),
-        keys=keys,
-        originals=originals,
-        source_names=[name for name, _ in places],
-        source_rows=optional_numbers([row for _, row in places]),
-    )
-    table = Rows(
-        identity=np.array(identities, np.uint64),
-        stratum=np.array([number[values] for values in strata], np.int32),
-        raw_bytes=np.array(raw_bytes, np.int64),
-        strata=tuple(number),
-        split=np.array([split or 0 for split in splits], np.uint64),
-        generated=np.array([key is None for key in keys], np.bool_),
-        records=unwritten_records(len(rows)),
-    )
-    return table, batch
 
 
 def _strata(
@@ -364,13 +300,14 @@ def _strata(
 
 
 def _identities(rows: RowOrigin, keys: Sequence[str | None]) -> NDArray[np.uint64]:
-    """Return (n, 2) identities: of the keys, otherwise of file, row and piece."""
-    names = rows.source_names
-    if len(set(names)) == 1:
-        identity = _source_identities(names[0], rows.source_row)
-    else:
-        sources = zip(names, rows.source_row.tolist(), strict=True)
-        identity = np.array([_source_identity(source) for source in sources], np.uint64).reshape(-1, 2)
+    """Return (n, 2) identities: of the keys, otherwise of file, row and piece; 0 without either."""
+    identity = np.zeros((len(rows), 2), np.uint64)
+    places: dict[str, list[int]] = {}
+    for row, name in enumerate(rows.source_names):
+        places.setdefault(name, []).append(row)
+    for name, some in places.items():
+        identity[some] = _source_identities(name, rows.source_row[some])
+    identity[rows.source_row < 0] = 0
     for row, piece in enumerate(rows.pieces):
         if piece:  # pieces of one row are shuffled independently, like other rows
             high, low = identity[row].tolist()
@@ -442,13 +379,6 @@ def _optional_texts(kind: str, values: Sequence[str | None], count: int) -> Any:
     return arrow_array(FieldType(kind, optional=True), payloads, "origin", presence)
 
 
-def optional_numbers(values: Sequence[int | None]) -> Any:
-    """Return numbers as an int64 Arrow array; None becomes null."""
-    payloads = [(value or 0).to_bytes(8, "little") for value in values]
-    presence = [b"\0" if value is None else b"\1" for value in values]
-    return arrow_array(FieldType("scalar", "int64", optional=True), payloads, "row", presence)
-
-
 @lru_cache(maxsize=16)
 def spool_schema(schema: Schema) -> Any:
     """Return the Arrow schema of a dataset's scratch files."""
@@ -462,24 +392,30 @@ def spool_batch(
     *,
     keys: Sequence[str | None],
     originals: Sequence[str | None],
-    source_names: Sequence[str | None],
-    source_rows: Any,
+    source_names: Sequence[str],
+    source_rows: NDArray[np.int64],
 ) -> Any:
     """Return a record batch of scratch.
 
     Args:
         schema: schema of the dataset.
         columns: payloads of its stored columns.
-        keys: see `EncodedRow`; empty if no row has one.
-        originals: keys of the caller, see `EncodedRow`; empty if no row has one.
-        source_names: source file of each row, None if unknown; empty if all are.
-        source_rows: int64 Arrow array, number in the file; null if unknown.
+        keys: keys in the shard, None if generated from the row's ordinal; empty if all are.
+        originals: keys of the caller that `fit_key` changed, otherwise None; empty if no row has one.
+        source_names: source file of each row.
+        source_rows: (n,) number in the file; -1 for a row without a source.
     """
     stored = zip(schema.stored.items(), columns, strict=True)
     arrays = [spool_array(kind, column, name) for (name, kind), column in stored]
-    texts = (("str", keys), ("bytes", originals), ("str", source_names))
-    origin = [_optional_texts(kind, column, len(source_rows)) for kind, column in texts]
-    return pa.RecordBatch.from_arrays([*arrays, *origin, source_rows], schema=spool_schema(schema))
+    known = source_rows >= 0
+    names = [name if is_known else None for name, is_known in zip(source_names, known.tolist(), strict=True)]
+    texts = (("str", keys), ("bytes", originals), ("str", names))
+    origin = [_optional_texts(kind, column, len(known)) for kind, column in texts]
+    valid = pa.py_buffer(np.packbits(known, bitorder="little"))
+    numbers = pa.Array.from_buffers(
+        pa.int64(), len(known), [valid, pa.py_buffer(np.ascontiguousarray(source_rows, np.int64))]
+    )
+    return pa.RecordBatch.from_arrays([*arrays, *origin, numbers], schema=spool_schema(schema))
 
 
 def spool_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Samples encoded by columns, spooled and read back by blocks are those that go one by one."""
+"""Samples encoded by columns, spooled and read back by blocks are the samples that were given."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +20,10 @@ from shardkit.dataset.encoding import (
     sample_batch,
     spool_array,
 )
+from shardkit.dataset.layout import split_value
 from shardkit.dataset.scratch import PartFiles, RowSpool, ScratchReader
-from shardkit.formats import Schema
+from shardkit.errors import SampleError
+from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
 from shardkit.formats.block import payload_column, payloads_of, stored_columns
 from tests.whole_shard import rows_of
 
@@ -88,7 +92,7 @@ def test_record_batches_hold_the_payloads_of_the_samples(
     keyed=st.sampled_from(["none", "some", "all"]),
     format=st.sampled_from(["tar", "arrow"]),
 )
-def test_rows_are_encoded_together_as_they_are_alone(
+def test_rows_are_encoded_and_read_back(
     tmp_path: Path,
     given_: tuple[Schema, list[dict[str, Any]]],
     axes: list[str],
@@ -111,15 +115,20 @@ def test_rows_are_encoded_together_as_they_are_alone(
     reader = ScratchReader(PartFiles(str(tmp_path), [spool.name]), schema)
     stored = rows_of(reader.read(kept.records, np.arange(len(rows))).block(0, len(rows)))
     for n, row in enumerate(rows):
-        alone = encoder.encode(row, keys[n], (names[n], 7 + n), where="")
-        assert alone.identity == tuple(found.identity[n].tolist())
-        assert alone.raw_bytes == found.raw_bytes[n]
-        assert (alone.split or 0) == found.split[n]
-        assert alone.stratum == found.strata[found.stratum[n]]
-        assert alone.payloads == stored[n].payloads
-        assert alone.source == stored[n].source
-        if keyed != "none" and keys[n] is not None:
-            assert (alone.key, alone.original_key) == (stored[n].key, stored[n].original_key)
+        payloads, key = schema.encode(row, where=""), keys[n]
+        sizes = tuple(map(len, payloads))
+        assert found.raw_bytes[n] == raw_row_bytes(format, schema, sizes)
+        assert found.split[n] == (split_value(str(row["label"])) if split_by else 0)
+        texts = {"label": str(row["label"]), CLASS_AXIS: "xyä"[row["label"]]}
+        assert found.strata[found.stratum[n]] == tuple(texts[axis] for axis in axes)
+        assert (stored[n].payloads, stored[n].source) == (payloads, (names[n], 7 + n))
+        text = b"s" + (7 + n).to_bytes(8, "little") + names[n].encode()
+        if key is not None:
+            fitted = fit_key(key, max_key_bytes(schema, format))
+            assert (stored[n].key, stored[n].original_key) == (fitted, None if fitted == key else key)
+            text = b"k" + fitted.encode()
+        assert tuple(found.identity[n].tolist()) == divmod(xxhash.xxh3_128_intdigest(text), 2**64)
+        encoder.check_row(payloads, key, "")
     spool.drop()
 
 
@@ -134,3 +143,7 @@ def test_rows_that_cannot_be_stored_are_named() -> None:
     assert errors.keys() == {1, 2}
     assert "row 1: label 1 has no class name" in str(errors[1])
     assert "row 2: field 'name' has 0 characters" in str(errors[2])
+    for row, expected in ((1, errors[1]), (2, errors[2])):
+        with pytest.raises(SampleError) as error:
+            encoder.check_row(schema.encode(rows[row], where=""), None, f"row {row}")
+        assert str(error.value) == str(expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,14 +14,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.dataset.encoding import EncodedRow, RowEncoder, join_encoded, ordinal_identity
-from shardkit.dataset.rows import Rows
+from shardkit.dataset.encoding import RowEncoder, ordinal_identity, spool_batch
+from shardkit.dataset.rows import Rows, unwritten_records
 from shardkit.dataset.scratch import PartFiles, Parts, RowSpool, ScratchReader
 from shardkit.errors import FormatError, IntegrityError, SampleError
 from shardkit.formats import Row, Schema
 from tests.whole_shard import rows_of
 
 SCHEMA = Schema.parse({"one": "bytes", "two": "bytes"})
+
+
+class EncodedRow(NamedTuple):
+    key: str | None
+    original_key: str | None
+    source: tuple[str, int] | None
+    payloads: tuple[bytes, ...]
+    stratum: tuple[str, ...] = ("a",)
+    split: int = 0
+    raw_bytes: int = 1
+
+
 KEYS = st.from_regex(r"[A-Za-z0-9_-]{1,80}", fullmatch=True)
 ROWS = st.builds(
     EncodedRow,
@@ -28,11 +41,31 @@ ROWS = st.builds(
     original_key=st.none() | st.text(min_size=1, max_size=100),
     source=st.none() | st.tuples(st.text(min_size=1, max_size=30), st.integers(0, 2**62)),
     payloads=st.tuples(st.binary(max_size=300), st.binary(max_size=300)),
-    identity=st.none(),
     stratum=st.tuples(st.sampled_from(["a", "b", "é"])),
-    split=st.none() | st.integers(0, 2**64 - 1),
+    split=st.integers(0, 2**64 - 1),
     raw_bytes=st.integers(1, 2**40),
 )
+
+
+def joined(rows: list[EncodedRow], first: int, schema: Schema) -> tuple[Rows, Any]:
+    keys, originals, sources, payloads, strata, splits, raw_bytes = zip(*rows, strict=True)
+    names, numbers = zip(*(source or ("", -1) for source in sources), strict=True)
+    columns = [list(column) for column in zip(*payloads, strict=True)]
+    batch = spool_batch(
+        schema, columns, keys=keys, originals=originals,
+        source_names=names, source_rows=np.array(numbers, np.int64),
+    )  # fmt: skip
+    known = sorted(set(strata))
+    table = Rows(
+        identity=np.array([ordinal_identity(first + n) for n in range(len(rows))], np.uint64),
+        stratum=np.array([known.index(one) for one in strata], np.int32),
+        raw_bytes=np.array(raw_bytes, np.int64),
+        strata=tuple(known),
+        split=np.array(splits, np.uint64),
+        generated=np.array([key is None for key in keys]),
+        records=unwritten_records(len(rows)),
+    )
+    return table, batch
 
 
 def spooled(
@@ -46,9 +79,8 @@ def spooled(
     spool = RowSpool(
         str(folder), f"spool-{secrets.token_hex(8)}", schema, seed=seed, run_bytes=run_bytes, batch_bytes=300
     )
-    named = [row._replace(identity=ordinal_identity(number)) for number, row in enumerate(rows)]
     for first in range(0, len(rows), at_once):
-        spool.append(*join_encoded(schema, named[first : first + at_once]))
+        spool.append(*joined(rows[first : first + at_once], first, schema))
     return spool, spool.finish(), PartFiles(str(folder), [spool.name])
 
 
@@ -74,7 +106,7 @@ def test_rows_come_back_as_they_went_in(
         assert columns.strata[columns.stratum[ordinal]] == given_.stratum
         assert columns.raw_bytes[ordinal] == given_.raw_bytes
         assert columns.generated[ordinal] == (given_.key is None)
-        assert columns.split[ordinal] == (given_.split or 0)
+        assert columns.split[ordinal] == given_.split
     order = np.random.default_rng(random).permutation(len(rows))
     reader = ScratchReader(parts, SCHEMA)
     reader.read(columns.records[:1], order[:1])  # a buffer that is too small, and is replaced
@@ -113,10 +145,7 @@ def test_columns_survive_a_record(tmp_path: Path, rows: list[EncodedRow], seed: 
 
 
 def test_a_row_larger_than_a_run_and_runs_sorted_by_the_order_of_the_layout(tmp_path: Path) -> None:
-    rows = [
-        EncodedRow(f"k{n}", None, None, (b"x" * (9_000_000 if n == 3 else 10), b""), None, ("a",), None, 1)
-        for n in range(8)
-    ]
+    rows = [EncodedRow(f"k{n}", None, None, (b"x" * (9_000_000 if n == 3 else 10), b"")) for n in range(8)]
     spool, columns, parts = spooled(tmp_path, rows, 5, 1000)
     sizes = [len(row.payloads[0]) for row in read(columns, parts, np.arange(8))]
     assert sizes == [10, 10, 10, 9_000_000, 10, 10, 10, 10]
@@ -128,7 +157,7 @@ def test_a_row_larger_than_a_run_and_runs_sorted_by_the_order_of_the_layout(tmp_
 
 @pytest.mark.parametrize("place", [1000, 3000, -20])
 def test_a_flipped_bit_is_noticed(tmp_path: Path, place: int) -> None:
-    rows = [EncodedRow(f"k{n}", None, None, (bytes([n]) * 50, b""), None, ("a",), None, 1) for n in range(5)]
+    rows = [EncodedRow(f"k{n}", None, None, (bytes([n]) * 50, b"")) for n in range(5)]
     spool, columns, parts = spooled(tmp_path, rows, None, 1)
     file = tmp_path / spool.name
     data = bytearray(file.read_bytes())
@@ -156,9 +185,9 @@ def test_only_so_many_parts_are_open_at_once(tmp_path: Path, monkeypatch: pytest
 def test_a_sample_above_what_a_shard_can_hold_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardkit.dataset.encoding.MAX_SHARD_BYTES", 4096)
     encoder = RowEncoder(Schema.parse({"blob": "bytes"}), "tar")
-    encoder.encode({"blob": bytes(3000)}, "fits", None, where="sample 'fits'")
+    encoder.check_row((bytes(3000),), "fits", "sample 'fits'")
     with pytest.raises(SampleError, match=r"sample 'large'.*5120 bytes.*4096"):
-        encoder.encode({"blob": bytes(4500)}, "large", None, where="sample 'large'")
+        encoder.check_row((bytes(4500),), "large", "sample 'large'")
 
 
 def test_the_writer_leaves_no_scratch_behind_when_it_dies_with_the_process(tmp_path: Path) -> None:
@@ -176,11 +205,12 @@ def test_the_writer_leaves_no_scratch_behind_when_it_dies_with_the_process(tmp_p
 
 def test_a_scratch_file_is_an_arrow_stream(tmp_path: Path) -> None:
     schema = Schema.parse({"text": "str", "tokens": "int32[*]", "box": "float32[4]?"})
-    encoder = RowEncoder(schema, "arrow")
     samples = [
         {"text": f"t{n}", "tokens": list(range(n)), "box": [n] * 4 if n % 2 else None} for n in range(9)
     ]
-    rows = [encoder.encode(sample, f"k{n}", None, where="") for n, sample in enumerate(samples)]
+    rows = [
+        EncodedRow(f"k{n}", None, None, schema.encode(sample, where="")) for n, sample in enumerate(samples)
+    ]
     spool, _, _ = spooled(tmp_path, rows, None, 500, schema=schema)
     table = pa.ipc.open_stream(str(tmp_path / spool.name)).read_all()
     assert table["text"].to_pylist() == [f"t{number}" for number in range(9)]

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shardkit.dataset.encoding import CLASS_AXIS, optional_numbers, spool_batch
+from shardkit.dataset.encoding import CLASS_AXIS, spool_batch
 from shardkit.dataset.rows import Records, Rows, unwritten_records
 from shardkit.dataset.scratch import RowSpool, ScratchReader
 from shardkit.errors import ConfigurationError
@@ -199,15 +199,14 @@ class PackWorker:
         kept = [[held[name][document] for document in lead] for name in settings.kept]
         assert block.source_id is not None, "scratch has the source of every row"
         assert block.source_row is not None, "as above"
-        source = block.source_id[lead].tolist()
-        numbers = zip(source, block.source_row[lead].tolist(), strict=True)
+        source = block.source_id[lead]
         return spool_batch(
             settings.rows,
             [self._items(packing, held[settings.field]), packing.boundaries(), *kept],
             keys=(),
             originals=(),
-            source_names=[block.source_names[name] if name >= 0 else None for name in source],
-            source_rows=optional_numbers([row if name >= 0 else None for name, row in numbers]),
+            source_names=[block.source_names[number] if number >= 0 else "" for number in source.tolist()],
+            source_rows=np.where(source >= 0, block.source_row[lead], -1),
         )
 
     def _items(self, packing: Packing, documents: Sequence[bytes | memoryview]) -> NDArray[np.uint8]:
