@@ -293,15 +293,13 @@ class Entry(NamedTuple):
         return value
 
     @property
-    def rewind(self) -> tuple[int, int] | None:
-        """Number of a rewind and the number of steps that it repeats; None for other entries."""
+    def repeats(self) -> int:
+        """Number of steps that a `rewind` event repeats; 0 for other entries."""
         if self.kind != EVENT or b'"rewind"' not in self.body:
-            return None
+            return 0
         body = self.document()
-        number, reached = body.get("number"), body.get("reached")
-        if body.get("kind") != "rewind" or not isinstance(number, int) or not isinstance(reached, int):
-            return None
-        return number, max(0, reached - self.step)
+        reached = body.get("reached")
+        return max(0, reached - self.step) if body.get("kind") == "rewind" and isinstance(reached, int) else 0
 
 
 class JournalFile:
@@ -335,12 +333,6 @@ class JournalFile:
         """True if no entry is complete from `start` on: its writer was killed, or has only begun."""
         data, check = memoryview(self._data), self.start[1]
         return not data or (_entry(data, 0, check) is None and _is_torn(data, 0, check))
-
-    def first_rewind(self) -> int | None:
-        """Return the number of the first rewind from `start` on; None if there is none."""
-        if b'"rewind"' not in self._data:  # most files have none
-            return None
-        return next((found[0] for one in self.entries() if (found := one.rewind) is not None), None)
 
     def entries(self) -> Iterator[Entry]:
         """Yield the complete entries from `start` on. The size of a torn tail is added to `torn_bytes`."""

@@ -359,9 +359,9 @@ class LedgerState(Struct):
     losses_check: int = 0  # checksum of the last of them
     loss_values: Count = 0  # number of losses in them
     plans: list[list[str]] = []  # [manifest id, plan digest] by number
-    # file name → (end offset and checksum of the last merged entry, number of the start, end offset of the
-    # last merged event or entry of losses)
-    journals: dict[str, tuple[int, int, int, int]] = {}
+    # file name → (end offset and checksum of the last merged entry, number of steps that its rank had repeated by then,
+    # number of the start, end offset of the last merged event or entry of losses)
+    journals: dict[str, tuple[int, int, int, int, int]] = {}
     start: StartState = msgspec.field(default_factory=StartState)  # the newest start of the run
 
     @property

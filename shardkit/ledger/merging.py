@@ -8,7 +8,7 @@ plan are recorded, by any ranks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,8 +32,8 @@ Conflict: TypeAlias = tuple[int, bytes, bytes]
 """(lane, earlier digest, new digest) of a cell that was recorded twice with different digests."""
 
 
-Place: TypeAlias = tuple[int, int]
-"""(offset, checksum) between two entries of a journal file."""
+Place: TypeAlias = tuple[int, int, int]
+"""(offset, checksum, steps that the rank had repeated) between two entries of a journal file."""
 
 
 @dataclass(slots=True)
@@ -72,8 +72,6 @@ class PartialStep:
     step: int  # number of the step
     lanes: int  # number of lanes of its plan
     start: int  # number of the start that recorded the cells
-    # cells of the same step recorded by an earlier start that was killed, or before a rank went back
-    older: PartialStep | None = None
     cells: bytearray = field(init=False)  # cell digests, 16 bytes per lane
     rows: list[int] = field(init=False)  # number of rows per lane; -1 if the cell is unknown
     missing: int = field(init=False)  # number of lanes whose cell is unknown
@@ -115,18 +113,10 @@ class PartialStep:
             self.rows[lane] = rows[place]
         return conflicts
 
-    def attempts(self) -> Iterator[PartialStep]:
-        """Yield this attempt at the step, then the earlier attempts."""
-        one: PartialStep | None = self
-        while one is not None:
-            yield one
-            one = one.older
-
     def hold(self) -> None:
         """Leave the journal entries of the step for a later merge."""
-        for one in self.attempts():
-            for source, place in one.places:
-                source.hold(place)
+        for source, place in self.places:
+            source.hold(place)
 
     def cell(self, lane: int) -> bytes | None:
         """Return the digest of a cell, or None if it is unknown."""
@@ -138,16 +128,13 @@ class PartialStep:
             if digest is not None:
                 yield lane, digest
 
-    def conflicts_with_older(self) -> list[Conflict]:
-        """Return the cells for which earlier attempts recorded another digest, and drop those attempts."""
-        found: list[Conflict] = []
-        for older in list(self.attempts())[1:]:
-            for lane, before in older.known_cells():
+    def conflicts_with(self, older: Sequence[PartialStep]) -> Iterator[Conflict]:
+        """Yield the cells for which earlier attempts at the step recorded another digest."""
+        for one in older:
+            for lane, before in one.known_cells():
                 now = self.cell(lane)
                 if now is not None and now != before:
-                    found.append((lane, before, now))
-        self.older = None
-        return found
+                    yield lane, before, now
 
     def owners(self) -> list[list[int]]:
         """Return runs of consecutive lanes of one rank: [rank, first lane, number of lanes]."""
@@ -183,16 +170,20 @@ class Merge:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.repeated = 0
-        self._steps: dict[Key, PartialStep] = {}
+        # attempts at each incomplete step, the newest last: a start that was killed, or a rank before it went back,
+        # may have recorded other cells of the step
+        self._steps: dict[Key, list[PartialStep]] = {}
         self._ready: dict[int, tuple[Key, PartialStep]] = {}
         self.sources = self._open_sources()
         self._whole = self._whole_starts()
         for number in sorted({source.start for source in self.sources}):
             self._merge_start(number, [one for one in self.sources if one.start == number])
         self.torn = [(one.name, one.file.torn_bytes) for one in self.sources if one.file.torn_bytes]
-        self.pending: dict[Key, PartialStep] = {**self._steps, **dict(self._ready.values())}
-        for step in self.pending.values():
-            step.hold()
+        ready = {key: [step] for key, step in self._ready.values()}
+        self.pending: dict[Key, list[PartialStep]] = {**self._steps, **ready}
+        for attempts in self.pending.values():
+            for step in attempts:
+                step.hold()
         for source in self.sources:
             ledger.state.journals[source.name] = (*source.settled, source.start, source.told)
 
@@ -206,8 +197,8 @@ class Merge:
 
     def pending_cells(self) -> Iterator[tuple[str, int, int, str]]:
         """Yield (plan, step, lane, digest in hex) of the recorded cells that no ledger record covers."""
-        for (_, plan, number), step in sorted(self.pending.items(), key=lambda item: item[0]):
-            for one in step.attempts():
+        for (_, plan, number), attempts in sorted(self.pending.items(), key=lambda item: item[0]):
+            for one in reversed(attempts):
                 yield from ((plan, number, lane, digest.hex()) for lane, digest in one.known_cells())
 
     # ---- files and starts
@@ -224,9 +215,9 @@ class Merge:
             if file.header is None or (place is None and file.is_empty):
                 continue  # a start without an entry has no number: no event would introduce it
             if place is not None:
-                sources.append(Source(file, file.header, place[2], file.start, place[3]))
+                sources.append(Source(file, file.header, place[3], place[:3], place[4]))
             else:
-                fresh.append(Source(file, file.header, -1, file.start))
+                fresh.append(Source(file, file.header, -1, (*file.start, 0)))
         starts = {source.attempt: source.start for source in sources}
         for source in sorted(fresh, key=lambda one: (one.attempt, one.header.part)):
             if source.attempt not in starts:
@@ -264,9 +255,9 @@ class Merge:
         by_attempt: dict[tuple[int, int, int], list[Source]] = {}
         for source in sources:
             by_attempt.setdefault(source.attempt, []).append(source)
-        repeated = self._repeated_before(number, by_attempt)
-        streams = [self._entries(parts, repeated[attempt]) for attempt, parts in by_attempt.items()]
-        merged = heapq.merge(*streams, key=lambda item: (item[0], item[1].header.rank))
+        merged = heapq.merge(
+            *map(self._entries, by_attempt.values()), key=lambda item: (item[0], item[1].header.rank)
+        )
         for _, source, place, entry in merged:
             header = source.header
             if entry.kind == META:
@@ -294,37 +285,19 @@ class Merge:
                 reached[number] = max(reached[number], entry.step + 1)
                 self._add(source, place, entry, number)
 
-    def _repeated_before(
-        self, start: int, attempts: Mapping[tuple[int, int, int], Sequence[Source]]
-    ) -> dict[tuple[int, int, int], int]:
-        """Return how many steps each attempt of a start had repeated before its first unread entry."""
-        ahead = {
-            attempt: next((found for one in parts if (found := one.file.first_rewind()) is not None), None)
-            for attempt, parts in attempts.items()
-        }
-        repeated = dict.fromkeys(attempts, 0)
-        if all(found is None for found in ahead.values()):  # no rank goes back from here on
-            return repeated
-        events = [one for one in self.ledger.event_documents() if one["kind"] == "rewind"]
-        for attempt, found in ahead.items():
-            repeated[attempt] = sum(
-                one["reached"] - one["step"]
-                for one in events
-                if (one["start"], one["rank"], one["worker"]) == (start, *attempt[1:])
-                and (found is None or one["number"] < found)
-            )
-        return repeated
-
-    def _entries(self, parts: Sequence[Source], repeated: int) -> Iterator[tuple[int, Source, Place, Entry]]:
+    def _entries(self, parts: Sequence[Source]) -> Iterator[tuple[int, Source, Place, Entry]]:
         """Yield (number of steps taken before, file, beginning of the entry, entry) of an attempt.
 
         The number rises where a rank goes back: what ranks recorded before comes first.
         """
+        repeated = 0
         for source in parts:
+            at, check, known = source.reached
+            repeated = max(repeated, known)  # a new file continues the number of the file before it
+            source.reached = at, check, repeated
             for entry in source.file.entries():
-                place, source.reached = source.reached, (entry.end, entry.check)
-                if (rewind := entry.rewind) is not None:
-                    repeated += rewind[1]
+                place, repeated = source.reached, repeated + entry.repeats
+                source.reached = entry.end, entry.check, repeated
                 yield entry.step + repeated, source, place, entry
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
@@ -356,23 +329,28 @@ class Merge:
     def _add(self, source: Source, place: Place, entry: Entry, number: int) -> None:
         header = source.header
         key = (header.manifest, header.plan, entry.step)
-        step = self._steps.get(key)
-        attempt = source.attempt
-        if step is None or attempt in step.recorded_by or (step.start < number and number in self._whole):
+        attempts = self._steps.setdefault(key, [])
+        newest = attempts[-1] if attempts else None
+        if (
+            newest is None
+            or source.attempt in newest.recorded_by
+            or (newest.start < number and number in self._whole)
+        ):
             # A start of all ranks begins the step again, and so does a rank that went back. A start of single replaced
             # ranks adds to the known cells.
-            step = self._steps[key] = PartialStep(entry.step, header.lanes, number, older=step)
+            attempts.append(PartialStep(entry.step, header.lanes, number))
+        *older, step = attempts
         self._tell_conflicts(step.put(entry, header.rank), entry.step, number)
         step.places.append((source, place))
-        step.recorded_by.add(attempt)
+        step.recorded_by.add(source.attempt)
         if not step.missing:
             del self._steps[key]
-            self._tell_conflicts(step.conflicts_with_older(), entry.step, number)
+            self._tell_conflicts(step.conflicts_with(older), entry.step, number)
             self._take(key, step)
             while (following := self._ready.pop(self.ledger.next_step, None)) is not None:
                 self._take(*following)
 
-    def _tell_conflicts(self, conflicts: list[Conflict], step: int, start: int) -> None:
+    def _tell_conflicts(self, conflicts: Iterable[Conflict], step: int, start: int) -> None:
         for lane, before, now in conflicts:
             self.ledger.add_event(
                 {"kind": "conflict", "step": step, "start": start, "lane": lane, "before": before.hex(),
