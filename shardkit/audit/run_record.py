@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Mapping
@@ -22,7 +23,6 @@ from shardkit.ledger.files import read_file
 from shardkit.ledger.journal import JournalFile, xxh3
 from shardkit.ledger.ledger import (
     RECORD_BYTES,
-    LedgerState,
     StepRecords,
     Tree,
     consecutive,
@@ -202,37 +202,46 @@ def read_settings(path: Path) -> tuple[dict[str, Any], str | None, str]:
 
 
 def _read_ledger(run: RunRecord) -> None:
-    before, state = len(run.findings), None
     try:
-        state = Ledger(run.path).state
+        ledger = Ledger(run.path)
     except ShardkitError as error:
         run.add("violated", "ledger", "ledger/", str(error))
-    _read_files(run, state)
-    run.branch = run.records
-    if state is None or len(run.findings) > before:
+        folder = run.path / "ledger"
+        with contextlib.suppress(ShardkitError):  # the whole files tell what is missing
+            run.records = run.branch = parse_records(read_file(folder / "steps", _MAX_FILE) or b"")
+            run.events = list(parse_events(read_file(folder / "events", _MAX_FILE) or b""))
         _find_sequence(run, run.records)
+        _find_damage(run)
         return
-    run.ledger = Ledger(run.path)
+    settled = {name: (at, check) for name, (at, check, *_) in ledger.state.journals.items()}
+    merge = None
     try:
-        run.merge = Merge(run.ledger)
+        merge = Merge(ledger)
     except ShardkitError as error:
         run.add("violated", "ledger", "journal/", str(error))
-        run.ledger = Ledger(run.path)
-    _check_journals(run, state)
-    run.records, run.branch = run.ledger.records(), run.ledger.branch_records()
-    run.events = run.ledger.event_documents()
+        ledger = Ledger(run.path)
+    _check_journals(run, settled)
+    try:
+        run.records, run.branch = ledger.records(), ledger.branch_records()
+        run.events = ledger.event_documents()
+    except ShardkitError as error:
+        run.add("violated", "ledger", "ledger/", str(error))
+        return
     _find_sequence(run, run.records)
+    if _find_damage(run):
+        return
+    run.ledger, run.merge = ledger, merge
     for event, text in contradictions(run.events, run.records["step"].tolist()):
         run.add("violated", "event", f"step {event['step']}", f"the event {event['kind']!r} {text}")
-    _check_trees(run, run.ledger)
-    for name, count in [] if run.merge is None else run.merge.torn:
+    _check_trees(run, ledger)
+    for name, count in [] if merge is None else merge.torn:
         run.add(
             "note", "torn", f"journal/{name}", f"its last {count} bytes were torn by a kill and do not count"
         )
 
 
-def _check_journals(run: RunRecord, state: LedgerState) -> None:
-    """Check that the journals still hold their merged entries, in the order in which ranks write."""
+def _check_journals(run: RunRecord, settled: Mapping[str, tuple[int, int]]) -> None:
+    """Check that the journals still hold their merged entries, in the order in which ranks write; see `check_order`."""
     attempts: dict[tuple[int, ...], list[JournalFile]] = {}
     for path in journal_paths(run.path / "journal"):
         try:
@@ -242,7 +251,6 @@ def _check_journals(run: RunRecord, state: LedgerState) -> None:
             continue
         if (header := file.header) is not None:
             attempts.setdefault((header.started, header.rank, header.worker), []).append(file)
-    settled = {name: (at, check) for name, (at, check, *_) in state.journals.items()}
     for files in attempts.values():
         try:
             check_order(files, settled)
@@ -250,18 +258,8 @@ def _check_journals(run: RunRecord, state: LedgerState) -> None:
             run.add("violated", "ledger", f"journal/{files[0].path.name}", str(error))
 
 
-def _read_files(run: RunRecord, state: LedgerState | None) -> None:
-    """Read the committed records and events. Without a valid state, whole files are read."""
-    folder = run.path / "ledger"
-    sizes = dict.fromkeys(("steps", "events")) if state is None else state.sizes
-    data = {}
-    try:
-        for name, size in sizes.items():
-            data[name] = read_file(folder / name, _MAX_FILE, size=size) or b""
-        run.records = parse_records(data["steps"])
-        run.events = list(parse_events(data["events"]))
-    except ShardkitError as error:
-        run.add("violated", "ledger", "ledger/", str(error))
+def _find_damage(run: RunRecord) -> bool:
+    """Add findings for damaged records; return True if there are any."""
     bad = damaged_records(run.records)
     for index in bad[:_SHOWN]:
         run.add(
@@ -271,6 +269,7 @@ def _read_files(run: RunRecord, state: LedgerState | None) -> None:
         )  # fmt: skip
     if len(bad) > _SHOWN:
         run.add("violated", "ledger", "ledger/steps", f"{len(bad) - _SHOWN} more records are damaged")
+    return bool(bad)
 
 
 def damaged_records(records: StepRecords) -> list[int]:
