@@ -41,6 +41,7 @@ class Ledger:
 
     Raises:
         IntegrityError: a file is shorter than its committed size, or `state.json` is damaged or missing.
+        FormatError: an event is damaged.
     """
 
     def __init__(self, run: Path, *, writing: bool = False) -> None:
@@ -52,18 +53,19 @@ class Ledger:
             self.state = self._load_state(writing)
             self._check_sizes(writing)
             self.steps, self.events = self.state.frontiers()
+            self._committed = self.state.sizes
+            self._new = {name: bytearray() for name in self._committed}
+            self._documents = list(parse_events(self._read("events")))
         except BaseException:
             self.close()
             raise
-        self._committed = self.state.sizes
-        self._new = {name: bytearray() for name in self._committed}
 
     # ---- reading
 
     @property
     def next_step(self) -> int:
         """The next step to append to the tree."""
-        return self.state.first + self.steps.size
+        return self.state.next_step
 
     def records(self) -> StepRecords:
         """Return all records in file order, including abandoned branches."""
@@ -78,7 +80,7 @@ class Ledger:
 
     def event_documents(self) -> list[dict[str, Any]]:
         """Return all events in order, validated by kind."""
-        return list(parse_events(self._read("events")))
+        return list(self._documents)
 
     def loss_records(self, first: int = 0) -> LossRecords:
         """Return the records of losses from `first` on, in the order of merging."""
@@ -123,7 +125,7 @@ class Ledger:
         """Append a step record. `step` must be `next_step` unless the tree is empty."""
         state = self.state
         if not self.steps.size:
-            state.first, state.branch = step, [(step, state.records)]
+            state.branch = [(step, state.records)]
         if step == self.head_step:
             self._kept = step, Frontier(self.steps.size, self.steps.peaks)
         record, state.check = encode_record(step, rows, plan, digest, state.check)
@@ -143,6 +145,7 @@ class Ledger:
         line, self.state.events_check = encode_line(document, self.state.events_check)
         self._new["events"] += line
         self.events.append(leaf_hash(line[17:-1]))
+        self._documents.append(decode_plain(line[17:-1], max_bytes=_MAX_LINE))
 
     def add_losses(self, step: int, plan: int, place: int, values: bytes) -> None:
         """Append the losses of a step's rows at `place` and the following places: float32, packed."""
@@ -157,7 +160,7 @@ class Ledger:
     def commit(self) -> None:
         """Commit what was appended durably and atomically, by replacing `state.json`."""
         state = self.state
-        state.size, state.peaks = self.steps.size, [peak.hex() for peak in self.steps.peaks]
+        state.peaks = [peak.hex() for peak in self.steps.peaks]
         state.events, state.events_peaks = self.events.size, [peak.hex() for peak in self.events.peaks]
         state.events_bytes += len(self._new["events"])
         if read_file(self.directory / "state.json", _MAX_STATE) == state.to_bytes():
@@ -328,26 +331,21 @@ def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 class StartState(Struct):
-    """The newest start of the run."""
+    """The newest start of the run; its event follows with its first entry."""
 
     number: int = -1  # number of the start, counted from 0
     # plan digest, number of ranks and number of workers, common to all attempts of the start
     shape: list[str | int] = []
     lanes: int = 0  # number of lanes of the plan
     members: list[list[int]] = []  # (rank, worker) of each attempt of the start
-    told: int = -1  # number of the newest start that has an event
-    # the last recorded assignment: its start, packed lanes per rank, and the runs of lanes in its event
-    owners: list[Any] = []
     reached: list[int] = []  # for each start, the step after the highest recorded step
 
 
 class LedgerState(Struct):
-    """Contents of `state.json`: the committed sizes, and the position of the next merge in each journal."""
+    """Contents of `state.json`: the committed sizes, and what a merge needs that records and events do not say."""
 
     records: Count = 0  # number of step records in `steps`, including abandoned branches
     check: int = 0  # checksum of the last step record
-    first: Count = 0  # step of the first leaf
-    size: Count = 0  # number of leaves of the tree of steps
     # (step, record) pairs; in the current branch, the steps from `step` on are stored from `record` on
     branch: list[tuple[Count, Count]] = []
     peaks: list[str] = []  # peaks of the tree of steps, in hex
@@ -358,11 +356,20 @@ class LedgerState(Struct):
     losses: Count = 0  # number of records of losses
     losses_check: int = 0  # checksum of the last of them
     loss_values: Count = 0  # number of losses in them
-    plans: list[list[str]] = []  # [manifest id, plan digest] by number
     # file name → (end offset and checksum of the last merged entry, number of steps that its rank had repeated by then,
     # number of the start, end offset of the last merged event or entry of losses)
     journals: dict[str, tuple[int, int, int, int, int]] = {}
     start: StartState = msgspec.field(default_factory=StartState)  # the newest start of the run
+
+    @property
+    def first(self) -> int:
+        """Step of the first leaf of the tree of steps."""
+        return self.branch[0][0] if self.branch else 0
+
+    @property
+    def next_step(self) -> int:
+        """The step after the last leaf, to which the last record belongs."""
+        return self.branch[-1][0] + self.records - self.branch[-1][1] if self.branch else 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -377,7 +384,7 @@ class LedgerState(Struct):
     def frontiers(self) -> tuple[Frontier, Frontier]:
         """Return the frontiers of the trees of steps and events."""
         steps, events = (map(bytes.fromhex, peaks) for peaks in (self.peaks, self.events_peaks))
-        return Frontier(self.size, steps), Frontier(self.events, events)
+        return Frontier(self.next_step - self.first, steps), Frontier(self.events, events)
 
     def to_bytes(self) -> bytes:
         """Encode as canonical JSON with its digest. Checksums are hex text, since they may exceed int64."""
@@ -402,21 +409,14 @@ class LedgerState(Struct):
                 name: [at, int(check, 16), *rest] for name, (at, check, *rest) in body["journals"].items()
             }
             state = convert(cls, body | numbers | {"journals": journals}, "its contents")
-            state.check_branch()
+            ends = [*(step for step, _ in state.branch[1:]), state.next_step]
+            for (step, record), end in zip(state.branch, ends, strict=False):
+                if not 0 <= end - step <= state.records - record:
+                    raise FormatError("its branch is not in the records")
             state.frontiers()
         except (FormatError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(f"ledger/state.json is damaged: {error}; restore it from a copy") from error
         return state
-
-    def check_branch(self) -> None:
-        """Raise ValueError if the branch contradicts the other numbers."""
-        starts = [step for step, _ in self.branch]
-        if self.size and starts[:1] != [self.first]:
-            raise ValueError("its branch does not begin at its first step")
-        ends = [*starts[1:], self.first + self.size][: len(starts)]
-        for (step, record), end in zip(self.branch, ends, strict=True):
-            if not 0 <= end - step <= self.records - record:
-                raise ValueError("its branch is not in the records")
 
 
 # ---- Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that other libraries can verify their proofs

@@ -174,6 +174,13 @@ class Merge:
         # may have recorded other cells of the step
         self._steps: dict[Key, list[PartialStep]] = {}
         self._ready: dict[int, tuple[Key, PartialStep]] = {}
+        events = ledger.event_documents()
+        self._plans = [(one["manifest"], one["plan"]) for one in events if one["kind"] == "plan"]
+        self._started = max((one["start"] for one in events if one["kind"] == "start"), default=-1)
+        assigned = next((one for one in reversed(events) if one["kind"] == "assignment"), None)
+        # start and runs of lanes of the newest assignment; start and packed lanes of the step before
+        self._assigned = None if assigned is None else (assigned["start"], assigned["lanes"])
+        self._parts: tuple[int, list[tuple[bytes, int]]] | None = None
         self.sources = self._open_sources()
         self._whole = self._whole_starts()
         for number in sorted({source.start for source in self.sources}):
@@ -244,7 +251,7 @@ class Merge:
         place = [header.rank, header.worker]
         if newest.shape != shape or newest.lanes != header.lanes or place in newest.members:
             newest = self.ledger.state.start = StartState(
-                newest.number + 1, shape, header.lanes, [], newest.told, newest.owners, [*newest.reached, 0]
+                newest.number + 1, shape, header.lanes, [], [*newest.reached, 0]
             )
         newest.members.append(place)
         return newest.number
@@ -302,11 +309,10 @@ class Merge:
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
         """Add the event of a start once, with the number of steps that earlier starts reached."""
-        newest = self.ledger.state.start
-        if number <= newest.told:
+        if number <= self._started:
             return
-        newest.told = number
-        before = max(newest.reached[:number], default=0)
+        self._started = number
+        before = max(self.ledger.state.start.reached[:number], default=0)
         self.ledger.add_event(
             {"kind": "start", "start": number, "step": step, "ranks": header.world, "workers": header.workers,
              "reached": before, "repeats": max(0, before - step), "time": header.started}
@@ -314,15 +320,13 @@ class Merge:
 
     def _know_plan(self, manifest: str, plan: str, lanes: int, step: int, facts: dict[str, Any]) -> int:
         """Return the number of a plan. Add its event the first time."""
-        plans = self.ledger.state.plans
-        pair = [manifest, plan]
-        if pair not in plans:
-            plans.append(pair)
+        if (manifest, plan) not in self._plans:
+            self._plans.append((manifest, plan))
             self.ledger.add_event(
-                {"kind": "plan", "step": step, "number": len(plans) - 1, "manifest": manifest, "plan": plan,
+                {"kind": "plan", "step": step, "number": len(self._plans) - 1, "manifest": manifest, "plan": plan,
                  "lanes": lanes, **facts}
             )  # fmt: skip
-        return plans.index(pair)
+        return self._plans.index((manifest, plan))
 
     # ---- one step
 
@@ -383,16 +387,15 @@ class Merge:
 
     def _note_owners(self, step: PartialStep) -> None:
         """Add an assignment event if the owners of lanes differ from the previous step's."""
-        newest = self.ledger.state.start
-        owners: list[Any] = [step.start, sorted([rank, lanes.hex()] for lanes, rank in step.parts.items())]
-        if owners == newest.owners[:2]:
+        parts = step.start, sorted(step.parts.items())
+        if parts == self._parts:  # the usual case
             return
-        runs = step.owners()
-        if [step.start, runs] != [*newest.owners[:1], *newest.owners[2:]]:
+        self._parts, owners = parts, step.owners()
+        if (step.start, owners) != self._assigned:
+            self._assigned = step.start, owners
             self.ledger.add_event(
-                {"kind": "assignment", "step": step.step, "start": step.start, "lanes": runs}
+                {"kind": "assignment", "step": step.step, "start": step.start, "lanes": owners}
             )
-        newest.owners = [*owners, runs]
 
 
 def merge_journals(run: Path) -> tuple[Ledger, Merge]:

@@ -200,8 +200,8 @@ def _is_journaled(body: dict[str, Any]) -> bool:
 
 def test_states_are_refused_in_words_or_understood(tmp_path: Path) -> None:
     rng = random.Random(11)
-    body = LedgerState(records=1, size=1, branch=[(0, 0)], peaks=["00" * 32], plans=[["a", "b"]],
-                       journals={"x": (1, 2, 3, 4)}).to_bytes()  # fmt: skip
+    body = LedgerState(records=1, branch=[(0, 0)], peaks=["00" * 32],
+                       journals={"x": (1, 2, 3, 4, 5)}).to_bytes()  # fmt: skip
     state = json.loads(body)["state"]
     (tmp_path / "ledger").mkdir()
     for _ in range(drill_count(10_000)):
