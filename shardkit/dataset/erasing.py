@@ -191,7 +191,7 @@ def _merge_again(
                 parts += [(name, new)] if new is not None else []
             new_merged = merge(parts, build=manifest.build) if parts else None
         except ShardkitError as error:
-            _add(report.not_reached, f"merged version {identity} could not be merged again ({error})"[:500])
+            _pass_over(survey, identity, error, report)
             continue
         if new_merged is not None:
             put_manifest(repository, new_merged, [])

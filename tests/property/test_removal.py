@@ -176,6 +176,23 @@ def test_what_other_versions_share_stays(tmp_path: Path) -> None:
     assert len(shardkit.open(tmp_path)) == 61
 
 
+def test_a_merged_version_that_lacks_a_part_stops_an_erasure_until_the_part_is_back(tmp_path: Path) -> None:
+    """It would name the old version of the part that is erased from, whose objects go."""
+    root, other, away = tmp_path / "root", tmp_path / "other", tmp_path / "away"
+    make(root, range(40))
+    make(other, range(100, 120))
+    merge_datasets({"a": str(root), "b": str(other)}, root, ref="both")
+    other.rename(away)
+    with pytest.raises(IntegrityError, match=r"put it back.*nothing was deleted"):
+        erase(str(root), keys=["key-00002"], reason="x")
+    away.rename(other)
+    assert len(shardkit.open(f"{root}@both")) == 60
+    (report,) = resume_erasures(str(root))
+    assert report.rows == 1
+    assert len(shardkit.open(f"{root}@both")) == 59
+    assert verify(root).exit_code == 0
+
+
 def test_generated_keys_go_on_where_they_would_have(tmp_path: Path) -> None:
     make(tmp_path, range(30), keys=False)
     erase(str(tmp_path), keys=["0000000004", "0000000029"], reason="x")
