@@ -117,7 +117,7 @@ class RowEncoder:
 
         Returns:
             The rows, and their record batch of scratch. A row without key and source has the identity (0, 0).
-            Or an error for each row that cannot be stored, by its position; the caller then encodes the others.
+            Or an error for each row that cannot be stored, by its position; call again without these rows.
         """
         errors: dict[int, SampleError] = {}
         sizes: list[Any] = [

@@ -294,7 +294,7 @@ class Pipeline:
         self._output = iter(())
 
     def _next_epoch(self, left: range) -> range:
-        """Return the steps that are read after these: those of the next epoch, or none."""
+        """Return the steps of the next epoch, which are read after `left`; an empty range if none are."""
         stop = self._setup.plan.epoch_bounds(left.stop)[1] if self._goes_on else left.stop
         return range(left.stop, stop)
 

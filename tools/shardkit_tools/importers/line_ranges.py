@@ -37,7 +37,7 @@ def cut_lines(
     """Return tasks in source order: large files are split at line ends, small ones are grouped.
 
     Args:
-        files: the files, of which large ones are read.
+        files: the source's files; large ones are read.
         whole: names of files that are not split.
         starts_of: returns where the lines of a piece begin, or None if the file cannot be split.
     """
