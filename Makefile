@@ -43,7 +43,7 @@ docs: $(DOCS_STAMP)  ## the site, below build/docs/site; no network once its pac
 	$(BIN)/python tools/make_docs.py
 
 test: $(STAMP)  ## the whole suite, fast tests first
-	@echo "unit, property, integration (processes, S3, torchrun), faults, compat; about 15 minutes on two processors"
+	@echo "unit, property, integration (processes, S3, torchrun), faults, compat; 15 to 20 minutes on two processors"
 	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 quick: $(STAMP)  ## unit and property tests without the slow ones, in about two minutes: for every edit
