@@ -17,14 +17,12 @@ from shardkit.dataset.encoding import (
     check_source,
     ordinal_identity,
     part_identity,
-    sample_batch,
 )
 from shardkit.dataset.parts import PartFolder, check_part_name, part_folder, settings_of
 from shardkit.dataset.scratch import PartFiles, RowSpool, scratch_folder
 from shardkit.dataset.version_plan import NewVersion, VersionSettings
 from shardkit.errors import UsageError
 from shardkit.formats import Schema
-from shardkit.formats.block import stored_columns
 from shardkit.manifest import Manifest
 from shardkit.ranges import shown
 from shardkit.repository.log import check_ref_name
@@ -238,8 +236,7 @@ class Writer:
         payloads, keys, sources = zip(*self._rows, strict=True)
         names, numbers = zip(*(source or ("", -1) for source in sources), strict=True)
         origin = RowOrigin(names, np.array(numbers, np.int64), keys)
-        columns = stored_columns(self._encoder.schema, sample_batch(self._encoder.schema, payloads))
-        encoded = self._encoder.encode_rows(columns, origin, str)
+        encoded = self._encoder.encode_rows(list(zip(*payloads, strict=True)), origin, str)
         assert isinstance(encoded, tuple), "rows are checked when they are added"
         rows, batch = encoded
         for place, (_, key, source) in enumerate(self._rows):

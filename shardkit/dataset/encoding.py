@@ -73,7 +73,7 @@ class RowEncoder:
             payload = payloads[self.schema.stored.position(name)]
             is_text = self.schema[name].kind == "str"
             self.text(
-                axis, payload.decode() if is_text else _numbers(self.schema[name], payload)[0].item(), where
+                axis, payload.decode() if is_text else _numbers(self.schema[name], [payload])[0].item(), where
             )
 
     def _fit(self, key: object, where: str) -> str:
@@ -177,7 +177,7 @@ class RowEncoder:
             place = np.array([number.setdefault(bytes(one), len(number)) for one in payloads_of(column)])
             values = [one.decode() for one in number]
         else:
-            found, place = np.unique(_numbers(kind, np.ascontiguousarray(column)), return_inverse=True)
+            found, place = np.unique(_numbers(kind, column), return_inverse=True)
             values = found.tolist()
         texts = []
         for index, value in enumerate(values):
@@ -193,9 +193,10 @@ class RowEncoder:
         return texts, place.astype(np.int64)
 
 
-def _numbers(kind: FieldType, payloads: bytes | NDArray[np.uint8]) -> NDArray[Any]:
+def _numbers(kind: FieldType, column: PayloadColumn) -> NDArray[Any]:
     """Return the numbers of a scalar field: (n,)."""
-    return np.frombuffer(payloads, kind.numpy_dtype)
+    raw = np.ascontiguousarray(column) if isinstance(column, np.ndarray) else b"".join(payloads_of(column))
+    return np.frombuffer(raw, kind.numpy_dtype)
 
 
 def _too_large(where: str, size: int) -> SampleError:
