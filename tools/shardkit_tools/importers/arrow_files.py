@@ -98,7 +98,9 @@ def _open_tables(
 
 
 def _ipc_schema(file: SourceFile) -> Any:
-    with open_ipc(file) as (reader, _):
+    with open_ipc(file) as (reader, stream):
+        if isinstance(reader, pa.ipc.RecordBatchFileReader):
+            _refuse_several(stream, file)
         return reader.schema
 
 
@@ -229,7 +231,7 @@ def open_ipc(file: SourceFile) -> Iterator[tuple[Any, BinaryIO]]:
     """Open a reader of an Arrow file or stream, and the stream that it reads from."""
     with open_file(file) as stream:
         head = stream.read(len(FILE_MAGIC))
-        is_file = head.startswith(FILE_MAGIC)
+        is_file = head == FILE_MAGIC
         stream.seek(0)
         if head.startswith(b"FEA1"):
             raise SourceError(
@@ -238,9 +240,7 @@ def open_ipc(file: SourceFile) -> Iterator[tuple[Any, BinaryIO]]:
         try:
             reader = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream)
             _ = reader.schema.names  # decoded here: names may not be UTF-8
-            if is_file:
-                _refuse_several(stream, file)
-        except (pa.ArrowException, FormatError, OSError, UnicodeDecodeError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise SourceError(
                 f"{file.path}: not a readable Arrow file ({error}); fetch or write it again"
             ) from error
@@ -254,7 +254,12 @@ def _refuse_several(stream: BinaryIO, file: SourceFile) -> None:
     size = int.from_bytes(stream.read(4), "little")
     start = file.size - _TAIL_BYTES - size
     stream.seek(start)
-    end = end_of_blocks(stream.read(size)) or start
+    try:
+        end = end_of_blocks(stream.read(size)) or start
+    except FormatError as error:
+        raise SourceError(
+            f"{file.path}: not a readable Arrow file ({error}); fetch or write it again"
+        ) from error
     if not 0 <= start - end <= _MAX_GAP_BYTES:
         raise SourceError(
             f"{file.path}: its footer lists messages up to byte {end}, and begins at byte {start} (several Arrow files "
