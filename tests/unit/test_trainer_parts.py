@@ -201,6 +201,21 @@ def test_only_failures_use_up_a_restart(codes: dict[int, int], restarts: int) ->
         assert left == restarts, "torchrun takes one away, which was added before"
 
 
+def test_ranks_have_the_same_time_to_end_whoever_stops_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a failure, of which torch's own context takes notice: parallel.shutdown_s."""
+    given: list[tuple[object, ...]] = []
+    context = SimpleNamespace(close=lambda *how: given.append(how))
+    agent: Any = object.__new__(Agent)
+    agent._pcontext, agent._shutdown_timeout = context, 600
+    agent._worker_watchdog = agent._health_check_server = None
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda *_: {})
+    agent._start_workers(None)
+    context.close()
+    agent._stop_workers(None)
+    agent._shutdown(signal.SIGINT, timeout=5)
+    assert given == [(signal.SIGTERM, 600)] * 3
+
+
 def test_a_rank_stops_when_its_command_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not StopRequest().is_set()
     monkeypatch.setenv(LAUNCHER, str(os.getppid()))

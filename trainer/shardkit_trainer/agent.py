@@ -78,12 +78,17 @@ class Agent(LocalElasticAgent):
             _print_failures(result.failures, self._remaining_restarts)
         return result
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=self._shutdown_timeout)
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        context: Any = self._pcontext
+        close, shutdown_s = context.close, self._shutdown_timeout
+        # When a rank has failed, the context itself ends the others, and gives them torch's 30 seconds.
+        context.close = lambda *_given, **_named: close(signal.SIGTERM, shutdown_s)
+        return started
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, *_given: object, **_named: object) -> None:
         # not the signal that this process got: ranks save on SIGTERM
-        super()._shutdown(signal.SIGTERM, timeout)
+        super()._shutdown(signal.SIGTERM, self._shutdown_timeout)
 
     def exit_codes(self) -> set[int]:
         """Return the exit codes of the ranks that were started last."""
