@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -20,6 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from tests.servers.serving import free_port
 
 sys.path.append(
     str(Path(__file__).parent)
@@ -144,10 +145,7 @@ def start_ranks(
     ranks: int, work: Callable[..., None], *arguments: Any, environment: Mapping[str, str]
 ) -> list[Forked]:
     """Processes of one group, which are told of each other as torchrun tells them."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
         Forked(work, *arguments, environment={**environment, **group, "RANK": str(n), "LOCAL_RANK": str(n)})
         for n in range(ranks)

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +17,13 @@ import pytest
 
 import shardkit
 from tests.command_line import output_of
+from tests.drills import drill_cases
+from tests.servers.serving import free_port
 
 DEPLOYMENT = Path(__file__).parents[2] / "examples" / "deployment"
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
+COMMAND = f"exec {sys.executable} -c 'from shardkit_tools.main import run; run()' \"$@\"\n"
 STAND_INS = {
     "ssh": """#!/bin/bash
 while [[ "$1" == -* ]]; do if [[ "$1" == -o ]]; then shift 2; else shift; fi; done
@@ -41,9 +43,7 @@ exit $status
     "scontrol": """#!/bin/bash
 printf '127.0.0.1\\nlocalhost\\n'
 """,
-    "shardkit": f"""#!/bin/bash
-exec {sys.executable} -c 'from shardkit_tools.main import run; run()' "$@"
-""",
+    "shardkit": f"#!/bin/bash\n{COMMAND}",
 }
 
 
@@ -61,12 +61,6 @@ def environment(tmp_path: Path) -> dict[str, str]:
             "CACHE": str(tmp_path / "cache"), "PORT": str(free_port()), "PYTHONPATH": os.pathsep.join(sys.path),
             "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "77",
             "SLURM_CPUS_PER_TASK": "1"}  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def configuration(folder: Path, dataset: str, epochs: int) -> Path:
@@ -120,22 +114,53 @@ def test_slurm_trains_and_audits(digits: dict[str, str], tmp_path: Path, environ
     assert worlds(tmp_path) == [2]
 
 
+RAY = """#!/bin/bash
+[ "$1" = status ] && exec test -e "$CLUSTER"
+echo "$2 $RAY_AUTH_MODE $RAY_AUTH_TOKEN" >>"$CLUSTER"
+exec sleep infinity
+"""
+"""Stand-in for a node of Ray, which notes how it was started."""
+
+ON_CLUSTER = f"""#!/bin/bash
+if [ "$1" = build ]; then
+    until [ "$(wc -l <"$CLUSTER")" = 2 ]; do sleep 0.1; done
+    [[ "$*" =~ (.*)" --engine ray"(" --address "[^ ]*)(.*) ]]
+    echo "build${{BASH_REMATCH[2]}} $RAY_AUTH_MODE $RAY_AUTH_TOKEN" >>"$CLUSTER"
+    set -- ${{BASH_REMATCH[1]}}${{BASH_REMATCH[3]}}
+fi
+{COMMAND}"""
+"""Stand-in for the command, which builds without the cluster when its nodes have started."""
+
+
+@pytest.mark.drill
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_RAY, reason="ray is not installed: pip install ray")
+@pytest.mark.parametrize("ray", drill_cases(["stand-in", "real"], [0]))
 def test_slurm_builds_on_a_cluster_with_a_token_of_its_own(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, environment: dict[str, str], ray: str
 ) -> None:
+    """On a real cluster in `make drills`; test_ray_engine.py has commands on one with a token."""
+    cluster = tmp_path / "cluster"
+    if ray == "stand-in":
+        for name, text in (("ray", RAY), ("shardkit", ON_CLUSTER)):
+            (tmp_path / "bin" / name).write_text(text)
+            (tmp_path / "bin" / name).chmod(0o755)
+    elif not HAS_RAY:
+        pytest.skip("ray is not installed: pip install ray")
     for name in ("cat", "dog"):
         (tmp_path / "texts" / name).mkdir(parents=True)
         for number in range(40):
             (tmp_path / "texts" / name / f"{number}.txt").write_text(f"{name} {number}")
-    environment = {**environment, "TMPDIR": "/tmp"}
     said = execute(
         ["bash", str(DEPLOYMENT / "slurm" / "build.sbatch"), str(tmp_path / "texts"), str(tmp_path / "root")],
-        environment,
+        {**environment, "TMPDIR": "/tmp", "CLUSTER": str(cluster)},
     )
     assert "Token authentication is enabled" not in said, "it was chosen, not found"
     token = re.search(r"\b[0-9a-f]{64}\b(?!\.)", re.sub(r"sha256:[0-9a-f]{64}", "", said))
     assert token is None, "the token is printed nowhere"
     assert len(shardkit.open(str(tmp_path / "root"))) == 80
     assert list((tmp_path / "root" / "tmp").iterdir()) == []
+    if ray == "stand-in":
+        head, worker, build = cluster.read_text().splitlines()
+        assert re.fullmatch(r"--head token [0-9a-f]{64}", head)
+        meeting, rest = f"--address=127.0.0.1:{environment['PORT']}", head.removeprefix("--head")
+        assert (worker, build) == (meeting + rest, f"build {meeting.replace('=', ' ')}{rest}")

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 
 import shardkit
 from shardkit.ledger import CellRecord, read_journal
+from tests.servers.serving import free_port
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -98,10 +98,7 @@ class _Launcher:
 
     def start(self, data: str, run: Path, world: int, wait_at: int | None = None) -> list[int]:
         """Process ids of the ranks, which wait after a step if it is given."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        ranks = []
+        ranks, port = [], free_port()
         for rank in map(str, range(world)):
             environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
                            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip

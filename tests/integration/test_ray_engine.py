@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tarfile
@@ -19,6 +20,7 @@ import shardkit_tools
 from shardkit.errors import ConfigurationError, MissingDependency
 from shardkit_tools.building.engines import LocalEngine, open_engine
 from tests.flips import flip
+from tests.servers.serving import free_port
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 PROGRAM = [sys.executable, "-c", "from shardkit_tools.main import run; run()"]
@@ -134,15 +136,30 @@ def _call(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_RAY, reason="ray is not installed: pip install ray")
-def test_adopt_replicate_scrub_and_repair_on_ray_do_what_they_do_here(tmp_path: Path) -> None:
-    from ray.cluster_utils import Cluster
-
+def test_adopt_replicate_scrub_and_repair_on_ray_do_what_they_do_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a cluster with a token."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    address = f"127.0.0.1:{free_port()}"
+    start = [
+        "start",
+        "--head",
+        f"--port={address.rpartition(':')[2]}",
+        "--num-cpus=2",
+        "--include-dashboard=false",
+    ]
+    cluster = subprocess.Popen(
+        [Path(sys.executable).with_name("ray"), *start, "--block"], stdout=subprocess.PIPE, text=True
+    )
     tars, root, copy = _tars(tmp_path / "tars"), tmp_path / "cats", tmp_path / "rack" / "cats"
     copy.parent.mkdir()
-    cluster = Cluster(shutdown_at_exit=True)
     try:
-        cluster.add_node(num_cpus=2, include_dashboard=False)
-        ray = ["--engine", "ray", "--address", cluster.address]
+        assert cluster.stdout is not None
+        assert any("Ray runtime started" in line for line in cluster.stdout)
+        ray = ["--engine", "ray", "--address", address]
         adopted = _call("adopt", tars, root, *ray)
         assert adopted["id"] == _call("adopt", tars, tmp_path / "plain")["id"]
         assert list((root / "tmp").iterdir()) == []
@@ -159,5 +176,6 @@ def test_adopt_replicate_scrub_and_repair_on_ray_do_what_they_do_here(tmp_path: 
         _call("repair", root, *ray)  # repaired
         _call("scrub", root, "--level", "read", *ray)
     finally:
-        cluster.shutdown()  # type: ignore[no-untyped-call]
+        cluster.terminate()
+        cluster.communicate()
     assert sorted((copy / "objects").rglob("*.*")) == held

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import shardkit
 from shardkit.errors import ConfigurationError, StateError
 from shardkit.ledger import read_journal
+from tests.servers.serving import free_port
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchtitan")
@@ -143,9 +143,7 @@ def test_the_settings_are_torchtitan_s(data: str) -> None:
 
 
 def _train(data: str, folder: Path, world: int, local_batch: int, die_at: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program = Path(__file__).with_name("titan_ranks.py")
     ranks = [
         subprocess.Popen(

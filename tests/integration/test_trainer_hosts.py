@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,9 +18,10 @@ from shardkit.audit import audit_run
 from shardkit.telemetry.records import read_documents
 from shardkit_trainer.run_directory import read_steps
 from tests.drills import DRILLS, drill_count
-from tests.integration.conftest import MODULES, arguments_of, descendants
+from tests.integration.conftest import arguments_of, descendants
 from tests.integration.forked import OUTPUT, Forked, become_agent
 from tests.integration.histogram_runs import check_histogram, histogram_settings, starts
+from tests.servers.serving import free_port
 
 PATIENCE_S = 1500.0
 PORT = 29400
@@ -32,12 +32,10 @@ def ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def train_command(arguments: list[str], output: Path, fault: str) -> subprocess.Popen[bytes]:
-    """``shardkit train …``, its output in a file."""
-    environment = {**os.environ, "PYTHONPATH": MODULES, "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1"}
-    command = [str(Path(sys.executable).with_name("shardkit")), "train", *arguments]
-    with output.open("wb") as written:
-        return subprocess.Popen(command, env=environment, stdout=written, stderr=subprocess.STDOUT)
+def train(settings: list[str], output: Path, fault: str, space: str = "", **options: Any) -> Forked:
+    """``shardkit train …``, in a network namespace, forked as its ranks are: each start would import torch."""
+    environment = {**os.environ, "SHARDKIT_TEST_FAULT": fault, OUTPUT: str(output)}
+    return Forked(become_agent, settings, space, options, environment=environment)
 
 
 class Machine:
@@ -54,9 +52,7 @@ class Machine:
             ip("-n", self.space, "link", "set", one, "up")
 
     def train(self, settings: list[str], output: Path, fault: str, **options: Any) -> Forked:
-        """``shardkit train …`` on this machine, forked as its ranks are: sixteen starts would import torch."""
-        environment = {**os.environ, "SHARDKIT_TEST_FAULT": fault, OUTPUT: str(output)}
-        return Forked(become_agent, settings, self.space, options, environment=environment)
+        return train(settings, output, fault, self.space, **options)
 
     def kill(self) -> None:
         """Everything at once, as when the power fails."""
@@ -154,28 +150,30 @@ def test_a_job_grows_loses_a_machine_and_grows_again(
 
 @pytest.mark.drill
 @pytest.mark.timeout(0 if DRILLS else 1800)
-def test_random_sequences_of_kills_leaves_and_joins(
-    tmp_path: Path, numbers: str, fork_trainer: Any, free_tcp_port: int
-) -> None:
+def test_random_sequences_of_kills_leaves_and_joins(tmp_path: Path, numbers: str, fork_trainer: Any) -> None:
     """Commands on one machine that meet at one address; the first one serves it and is left alone."""
     random = np.random.Generator(np.random.PCG64(11))
     plain = tmp_path / "plain"
     assert fork_trainer(1, histogram_settings(plain, numbers)).returncode == 0
-    (tmp_path / "run.toml").write_text("")
     for sequence in range(drill_count(20)):
         run, outputs = tmp_path / f"run-{sequence}", list[Path]()
         more = {"checkpoint.every": 4, "parallel.strategy": str(random.choice(["ddp", "zero1", "zero2"]))}
         settings = arguments_of(histogram_settings(run, numbers, **more))
-        arguments = [str(tmp_path / "run.toml"), *settings, "--max-restarts", "20", "--nnodes",
-                     "1:4", "--rendezvous", f"127.0.0.1:{free_tcp_port}"]  # fmt: skip
+        meeting: dict[str, Any] = {
+            "nnodes": "1:4",
+            "rendezvous": f"127.0.0.1:{free_port()}",
+            "max_restarts": 20,
+            "nproc": 1,
+        }
         # rank 0 waits, so that whatever happens to the machines happens while the run goes on
         holds = [f"hold{ranks}:0:{random.integers(2, 29)}" for ranks in (1, 2, 2, 3)]
 
-        def start() -> subprocess.Popen[bytes]:
-            outputs.append(run.with_name(f"{run.name}-{len(outputs)}"))  # noqa: B023
-            return train_command([*arguments, "--nproc", "1"], outputs[-1], ",".join(holds))  # noqa: B023
+        def start() -> Forked:
+            output = run.with_name(f"{run.name}-{len(outputs)}")  # noqa: B023
+            outputs.append(output.with_suffix(".err"))  # noqa: B023
+            return train(settings, output, ",".join(holds), **meeting)  # noqa: B023
 
-        first, others = start(), list[subprocess.Popen[bytes]]()
+        first, others = start(), list[Forked]()
         wait_until(lambda: (run / "events.jsonl").exists(), outputs)  # noqa: B023
         deadline, actions = time.monotonic() + PATIENCE_S, 0
         while first.poll() is None:
@@ -190,6 +188,7 @@ def test_random_sequences_of_kills_leaves_and_joins(
                 others.append(start())
             else:
                 one = others[random.integers(len(others))]
+                assert one.pid is not None
                 pids = [*descendants(one.pid), one.pid]
                 for pid in (
                     pids[:1] if doing == "kill rank" else pids[-1:] if doing == "leave" else pids[::-1]
@@ -204,12 +203,3 @@ def test_random_sequences_of_kills_leaves_and_joins(
         assert first.returncode == 0, [path.read_text() for path in outputs]
         check_result(run, numbers)
         assert last_hash(run) == last_hash(plain)
-
-
-@pytest.fixture
-def free_tcp_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

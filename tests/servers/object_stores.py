@@ -19,7 +19,6 @@ import hmac
 import http.client
 import io
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +31,7 @@ from typing import Any, ClassVar, Final
 from urllib.parse import unquote
 
 from tests.servers.environments import Unavailable, node_package, python_environment
-from tests.servers.serving import Requests, serving
+from tests.servers.serving import Requests, free_port, serving
 
 __all__ = [
     "ACCESS_KEY",
@@ -184,7 +183,7 @@ def moto(*buckets: str) -> Iterator[str]:
 def localstack(folder: Path, *buckets: str) -> Iterator[str]:
     """LocalStack's S3, started in `folder`."""
     python = python_environment("localstack")
-    port = _free_port()
+    port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     settings = {
         "SERVICES": "s3",
@@ -216,7 +215,7 @@ def rclone(folder: Path, *buckets: str) -> Iterator[str]:
         text=True,
         check=True,
     )
-    port = _free_port()
+    port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     for bucket in buckets:
         (folder / "data" / bucket).mkdir(parents=True)
@@ -230,7 +229,7 @@ def rclone(folder: Path, *buckets: str) -> Iterator[str]:
 def azurite(folder: Path, *containers: str) -> Iterator[str]:
     """Azure's blobs as Microsoft's own emulator serves them, in memory."""
     node, script = node_package("azurite")
-    port = _free_port()
+    port = free_port()
     command = [str(node), str(script), "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry",
                "--blobHost", "127.0.0.1", "--blobPort", str(port)]  # fmt: skip
     endpoint = f"http://127.0.0.1:{port}"
@@ -302,9 +301,3 @@ def _make_buckets(endpoint: str, buckets: tuple[str, ...]) -> None:
     with s3_client(endpoint) as client:
         for bucket in buckets:
             client.create_bucket(Bucket=bucket)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["Requests", "serving"]
+__all__ = ["Requests", "free_port", "serving"]
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 at which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Requests(http.server.BaseHTTPRequestHandler):
