@@ -20,6 +20,7 @@ from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit.stores.local import LocalStore
 from shardkit.stores.store import Store, read_object
 from tests.command_line import call, output_of
+from tests.drills import DRILLS
 from tests.flips import flip
 
 # ---- Every kind of object, damaged in every way, in the root or in a copy: each healing command makes all of it good
@@ -74,6 +75,10 @@ class Pristine:
     @property
     def root(self) -> Path:
         return self.base / "root"
+
+    @property
+    def has_parity(self) -> bool:
+        return any(name.endswith(".parity") for name in self.files)
 
     def now(self) -> dict[str, bytes]:
         return {
@@ -169,13 +174,16 @@ def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("place", ["root", "mirror"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_has_a_good_copy_is_whole_again(pristine: Pristine, kind: str, place: str) -> None:
+    """Without parity each damage meets one of the commands, in turn; in `make drills` all of them."""
     name = pristine.named(kind, place)
     if name is None:
         assert (kind, place) in EXPECTED_ABSENT or kind.startswith("parity"), (kind, place)
         return
     unhealed = []
-    for damage, spoil in DAMAGES.items():
-        for command, *options in COMMANDS:
+    turn = KINDS.index(kind)
+    for number, (damage, spoil) in enumerate(DAMAGES.items()):
+        few = (COMMANDS[(turn + number) % len(COMMANDS)],)
+        for command, *options in COMMANDS if pristine.has_parity or DRILLS else few:
             pristine.restore()
             beside = pristine.bystander(name)
             (pristine.base / beside).unlink()
@@ -197,7 +205,7 @@ EXPECTED_ABSENT = {("locations", "mirror"), ("mark", "root"), ("attestation", "m
 def test_what_is_lost_is_named_and_the_rest_is_healed(pristine: Pristine, kind: str) -> None:
     """Gone from the root, damaged in the copy, and without parity."""
     lost = pristine.named(kind, "root")
-    if lost is None or any(name.endswith(".parity") for name in pristine.files):
+    if lost is None or pristine.has_parity:
         return
     wrong = []
     for command, *options in COMMANDS:
@@ -236,7 +244,7 @@ def test_verify_finds_damage_to_documents_and_parity(pristine: Pristine, kind: s
 
 
 def test_a_set_document_and_its_parity_lost_together_need_one_repair(pristine: Pristine) -> None:
-    if not any(name.endswith(".parity") for name in pristine.files):
+    if not pristine.has_parity:
         return
     for command, *options in COMMANDS:
         pristine.restore()

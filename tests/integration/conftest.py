@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import shardkit
+from tests.integration.forked import launch_forked
 
 HERE = Path(__file__).parent
 MODULES = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
@@ -129,8 +130,6 @@ def launch_trainer(tmp_path: Path) -> Launch:
 
     Where a signal or a kill is to come, all are processes as users start them; else they are forked.
     """
-    from tests.integration.forked import launch_forked
-
     launches = count()
 
     def launch(
@@ -162,8 +161,6 @@ def arguments_of(settings: dict[str, Any]) -> list[str]:
 @pytest.fixture
 def fork_trainer(tmp_path: Path) -> Launch:
     """Run the trainer likewise, with ranks that are forked: where not the start of processes is what is tested."""
-    from tests.integration.forked import launch_forked
-
     launches = count()
 
     def launch(nproc: int, settings: dict[str, Any], fault: str = "") -> Any:
@@ -177,7 +174,6 @@ def fork_trainer(tmp_path: Path) -> Launch:
 @pytest.fixture(scope="session")
 def slowed_run(digits: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory of two ranks of which one was slowed; not to be written to."""
-    from tests.integration.forked import launch_forked
 
     def train(folder: Path) -> None:
         settings = {

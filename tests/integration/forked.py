@@ -27,6 +27,7 @@ sys.path.append(
 )  # settings name models of these modules, here and in forked processes
 PRELOADED = [__name__, "trainer_ranks", "trainer_histogram", "shardkit_trainer.training", "torch._dynamo"]
 """The last is what the first optimizer of a process imports: half of what a short run costs."""
+multiprocessing.set_forkserver_preload(PRELOADED)
 OUTPUT = "SHARDKIT_TEST_OUTPUT"
 """Environment variable: where a forked process writes what it prints, with .out and .err behind it."""
 
@@ -42,8 +43,6 @@ class Forked:
         method: str = "forkserver",
     ):
         context: Any = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(PRELOADED)
         self._process: BaseProcess = context.Process(target=_work, args=(dict(environment), work, *arguments))
         with patch.dict(os.environ, OMP_NUM_THREADS="1"):
             self._process.start()

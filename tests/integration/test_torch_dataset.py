@@ -281,9 +281,9 @@ def test_a_loader_in_a_data_loader_is_refused(ds: shardkit.Dataset) -> None:
         next(iter(TorchDataLoader(loader, batch_size=None)))  # type: ignore[arg-type]
 
 
-# a refusal while workers are spawned leaves torch's own cleaning up with a worker that ended
+# a refusal while workers are started leaves torch's own cleaning up with a worker that ended
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("workers", "method"), [(0, None), (1, "fork"), (1, "spawn")])
+@pytest.mark.parametrize(("workers", "method"), [(0, None), (1, "fork"), (1, "forkserver")])
 def test_accelerate_does_not_distribute_twice(ds: shardkit.Dataset, workers: int, method: str | None) -> None:
     parts = pytest.importorskip("accelerate.data_loader")
     pytest.importorskip("accelerate.state").PartialState(cpu=True)

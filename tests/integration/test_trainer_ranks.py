@@ -50,22 +50,11 @@ def start(result: Path, nproc: int, cases: Sequence[str]) -> None:
 
 CASES = {
     1: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "curves"),
-    2: (
-        "gradients",
-        "exact_hashes",
-        "save",
-        "bytes_held",
-        "fallback",
-        "reductions",
-        "unsent",
-        "local_steps",
-        "own_seconds",
-        "foreign_fsdp",
-        "curves",
-    ),
-    3: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "plain_loop"),
-    4: ("gradients", "exact_hashes", "bytes_held", "hybrid", "curves"),
-}
+    2: ("gradients", "exact_hashes", "save", "bytes_held", "fallback", "reductions", "unsent", "local_steps",
+        "own_seconds", "foreign_fsdp"),
+    3: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "plain_loop", "curves"),
+    4: ("gradients", "exact_hashes", "bytes_held", "hybrid"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("nproc", CASES)
@@ -104,7 +93,7 @@ def test_exact_mode_gives_the_hash_of_the_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_checkpoints_load_into_every_strategy_and_world(ranks: Any, nproc: int) -> None:
     distances = ranks(nproc)["load"]
-    assert len(distances) == (32 if nproc == 3 else 12)
+    assert len(distances) == (12 if nproc == 3 else 6)
     exact = {pair: distance for pair, distance in distances.items() if pair.count("int64") == 2}
     assert len(exact) == (3 if nproc == 3 else 1)
     assert set(exact.values()) == {0.0}
@@ -120,12 +109,11 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(ranks: Any) -> None:
     assert found["events"] == ["checkpoint"] * 3 + ["checkpoint-damaged"]
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_loss_curves_of_all_strategies_are_one(ranks: Any, nproc: int) -> None:
-    """Sixteen AdamW steps; one process is the reference, and what is left is the order of sums in float32."""
+def test_loss_curves_of_all_strategies_are_one(ranks: Any) -> None:
+    """Six AdamW steps; one process is the reference, and what is left is the order of sums in float32."""
     reference = ranks(1)["curves"]["ddp/off"]
     assert reference[0] - reference[-1] > 0.1, "the loss falls: equal curves would mean nothing otherwise"
-    found = ranks(nproc)["curves"]
+    found = ranks(3)["curves"]
     assert len(found) == 8
     for strategy, curve in found.items():
         assert curve == pytest.approx(reference, abs=1e-4), strategy
