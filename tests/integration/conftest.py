@@ -5,11 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,6 @@ from tests.integration.forked import launch_forked
 
 HERE = Path(__file__).parent
 MODULES = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-LAUNCH = """
-import sys
-from shardkit_trainer import launch
-sys.exit(launch(None, sys.argv[3:], nproc=int(sys.argv[1]), max_restarts=int(sys.argv[2])))
-"""
 
 
 @pytest.fixture(scope="session")
@@ -78,40 +70,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / name) for name in ("train", "val")}
 
 
-def run_until(
-    command: list[str], environment: dict[str, str], until: str, asked: signal.Signals | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Read the output up to the line that holds ``until``, then kill what was started.
-
-    With ``asked``, the command gets that signal instead, and ends by itself.
-    """
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    read = []
-    for line in process.stdout:
-        read.append(line)
-        if until in line:
-            break
-    if asked is not None:
-        process.send_signal(asked)
-        rest, _ = process.communicate(timeout=300)
-        return subprocess.CompletedProcess(command, process.returncode, "".join(read) + rest, "")
-    children = descendants(process.pid)
-    for pid in (process.pid, *children):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    return subprocess.CompletedProcess(command, 1, "".join(read), "")
-
-
 def descendants(pid: int) -> list[int]:
     """Children of a process, and theirs."""
     found = []
@@ -121,46 +79,32 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
 def launch_trainer(tmp_path: Path) -> Launch:
-    """Run the trainer with so many ranks and settings as a child; its output and exit code come back.
-
-    Where a signal or a kill is to come, all are processes as users start them; else they are forked.
-    """
+    """Run the trainer with so many ranks and settings, forked under a forked agent; its output and exit code."""
     launches = count()
 
-    def launch(
-        nproc: int,
-        settings: dict[str, Any],
-        fault: str = "",
-        until: str = "",
-        restarts: int = 0,
-        asked: signal.Signals | None = None,
-    ) -> Any:
-        """Wait for the end, or until ``until`` is in the output; then all is killed, or gets the signal ``asked``."""
-        overrides = arguments_of(settings)
-        environment = {**os.environ, "PYTHONPATH": MODULES, "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1",
-                       "PYTHONWARNINGS": "error::UserWarning:shardkit"}  # fmt: skip
-        command = [sys.executable, "-c", LAUNCH, str(nproc), str(restarts), *overrides]
-        if until:
-            return run_until(command, environment, until, asked)
+    def launch(nproc: int, settings: dict[str, Any], fault: str = "", restarts: int = 0) -> Any:
+        environment = {**os.environ, "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1"}
         output = tmp_path / f"agent-{next(launches)}"
-        return launch_forked(nproc, overrides, environment, output, restarts)
+        return launch_forked(nproc, arguments_of(settings), environment, output, restarts)
 
     return launch
 
 
-def arguments_of(settings: dict[str, Any]) -> list[str]:
-    """As the command takes them."""
-    return [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
-
-
 @pytest.fixture
 def fork_trainer(tmp_path: Path) -> Launch:
-    """Run the trainer likewise, with ranks that are forked: where not the start of processes is what is tested."""
+    """Run the trainer likewise, without an agent: no rank is stopped or started again where another has died."""
     launches = count()
 
     def launch(nproc: int, settings: dict[str, Any], fault: str = "") -> Any:
@@ -169,6 +113,11 @@ def fork_trainer(tmp_path: Path) -> Launch:
         return launch_forked(nproc, arguments_of(settings), environment, output)
 
     return launch
+
+
+def arguments_of(settings: dict[str, Any]) -> list[str]:
+    """As the command takes them."""
+    return [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in settings.items()]
 
 
 @pytest.fixture(scope="session")

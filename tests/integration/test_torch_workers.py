@@ -25,6 +25,7 @@ import shardkit  # noqa: E402
 import shardkit.torch  # noqa: E402
 from shardkit.errors import UsageError  # noqa: E402
 from tests.drills import DRILLS, drill_cases, drill_count  # noqa: E402
+from tests.integration.conftest import is_running  # noqa: E402
 
 # more workers than processors, on purpose
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -256,21 +257,14 @@ def test_killed_processes_leave_no_memory(
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
     deadline = time.monotonic() + 60  # workers look for their parent every five seconds
-    while any(map(_is_alive, workers)) and time.monotonic() < deadline:
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(map(_is_alive, workers))
+    assert not any(map(is_running, workers))
     assert not [
         name
         for name in set(os.listdir("/dev/shm")) - before
         if f"_{trainer.pid}_" in name or "shardkit" in name
     ]
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # under load

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,14 @@ from shardkit.audit import audit_run
 from shardkit.telemetry.records import read_documents
 from shardkit.torch import checkpoint_names, read_checkpoint_manifest
 from tests.drills import drill_cases
+from tests.integration.conftest import MODULES, arguments_of, descendants, is_running
+from tests.integration.forked import OUTPUT, Forked, become_agent
 from tests.integration.histogram_runs import check_histogram, histogram_settings, starts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+ENDLESS = {"run.steps": 1_000_000, "checkpoint.every": 1_000_000}
 
 
 @pytest.mark.drill
@@ -23,13 +32,26 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, u
     ("nproc", "asked"), drill_cases([(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)], [2])
 )
 def test_the_command_passes_a_signal_on_and_all_ranks_save_and_end(
-    tmp_path: Path, numbers: str, launch_trainer: Any, nproc: int, asked: signal.Signals
+    tmp_path: Path, numbers: str, nproc: int, asked: signal.Signals
 ) -> None:
+    """All are processes as users start them."""
     run = tmp_path / "run"
-    endless = {"run.steps": 1_000_000, "checkpoint.every": 1_000_000}
-    result = launch_trainer(nproc, histogram_settings(run, numbers, **endless), until="step 3/", asked=asked)
-    assert result.returncode == 130, result.stdout
-    assert "Traceback" not in result.stdout
+    (tmp_path / "run.toml").write_text("")
+    command = [str(Path(sys.executable).with_name("shardkit")), "train", str(tmp_path / "run.toml")]
+    settings = arguments_of(histogram_settings(run, numbers, **ENDLESS))
+    process = subprocess.Popen(
+        [*command, *settings, "--nproc", str(nproc)],
+        env={**os.environ, "PYTHONPATH": MODULES, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    said = ""
+    while "step 3/" not in said:
+        said += process.stdout.readline()
+    process.send_signal(asked)
+    said += process.communicate(timeout=300)[0]
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
     stops = [event for event in read_documents(run / "events.jsonl") if event["event"] in {"stop", "end"}]
     assert [event["event"] for event in stops] == ["stop"]
     assert checkpoint_names(run) == [f"step-{stops[0]['step']:012d}"]
@@ -92,18 +114,24 @@ def test_a_frozen_rank_is_named_and_replaced(tmp_path: Path, numbers: str, launc
     check_histogram(run, numbers)
 
 
-def test_ranks_save_and_end_when_their_command_is_killed(
-    tmp_path: Path, numbers: str, launch_trainer: Any
-) -> None:
+def test_ranks_save_and_end_when_their_command_is_killed(tmp_path: Path, numbers: str) -> None:
     """Nobody could stop them afterwards."""
-    run = tmp_path / "run"
-    endless = {"run.steps": 1_000_000, "checkpoint.every": 1_000_000}
-    # it returns when nobody is left who could write
-    result = launch_trainer(
-        3, histogram_settings(run, numbers, **endless), until="step 3/", asked=signal.SIGKILL
-    )
-    assert "Traceback" not in result.stdout
-    assert len(checkpoint_names(run)) == 1, result.stdout
+    run, output = tmp_path / "run", tmp_path / "agent.out"
+    settings = arguments_of(histogram_settings(run, numbers, **ENDLESS))
+    environment = {**os.environ, OUTPUT: str(output.with_suffix(""))}
+    agent = Forked(become_agent, settings, "", {"nproc": 3}, environment=environment)
+    while not output.exists() or "step 3/" not in output.read_text():
+        assert agent.poll() is None, output.with_suffix(".err").read_text()
+        time.sleep(0.05)
+    assert agent.pid is not None
+    ranks = descendants(agent.pid)
+    assert len(ranks) == 3
+    agent.kill()
+    agent.wait()
+    while any(map(is_running, ranks)):
+        time.sleep(0.05)
+    assert "Traceback" not in output.read_text() + output.with_suffix(".err").read_text()
+    assert len(checkpoint_names(run)) == 1
 
 
 @pytest.mark.drill
