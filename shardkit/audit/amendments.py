@@ -17,9 +17,9 @@ from shardkit.audit.plans import RunPlan, find_plans
 from shardkit.audit.run_record import RunRecord, load_run, recent_step_seconds
 from shardkit.dataset import Dataset
 from shardkit.dataset.committing import move_refs, standing_refs
-from shardkit.dataset.deriving import put_version
 from shardkit.dataset.lookups import check_absent, list_samples
 from shardkit.dataset.run_plans import Versions
+from shardkit.dataset.selecting import put_selected
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StateError, UsageError
 from shardkit.extras import shell_word
 from shardkit.formats import sha256_digest
@@ -250,7 +250,7 @@ def _version_without(dataset: Dataset, request: ChangeRequest) -> Dataset:
         check_absent(listed.absent, "the list of samples to exclude")
     kept = np.setdiff1d(np.arange(len(dataset), dtype=np.int64), listed.samples, assume_unique=True)
     repository = Repository.open(dataset.repository.url)
-    manifest = put_version(repository, dataset, dataset.select(rows=kept), {"rows": "all but listed"})
+    manifest = put_selected(repository, dataset.select(rows=kept).version, {"rows": "all but listed"})
     return dataset.at(manifest.id)
 
 

@@ -21,7 +21,7 @@ from shardkit.dataset.layout import BLOCK_BYTES
 from shardkit.dataset.lookups import put_lookups
 from shardkit.dataset.rows import Rows
 from shardkit.dataset.scratch import Parts, ScratchReader
-from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
+from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.dataset.shard_writing import write_shard
 from shardkit.dataset.version_plan import Base, NewVersion, VersionPlan, load_base, plan_version
 from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageError
@@ -40,7 +40,7 @@ from shardkit.reading.blocks import BlockReader
 from shardkit.reading.inventory import read_root
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import put_manifest
+from shardkit.repository.versions import Part, Version, put_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +169,7 @@ def _put_splits(
     if base is not None:
         table = ShardTable.concatenate([base.version.table, table])
     first = len(base.version.table) if base else 0
+    whole = Version(manifest, table, (Part("", repository, manifest, 0),))
 
     def row_strata(shard: int) -> NDArray[np.int32] | None:
         if base is not None and shard < first:
@@ -177,14 +178,11 @@ def _put_splits(
 
     manifests = {}
     for number, name in enumerate(split.names):
-        masks = {first + shard: index[plan.rows_of(shard)] == number for shard in range(plan.layout.shards)}
-        masks |= {shard: selected_rows(base.splits[name], shard) for shard in range(first)} if base else {}
+        masks = [base.splits[name].mask(shard) for shard in range(first)] if base else []
+        masks += [index[plan.rows_of(shard)] == number for shard in range(plan.layout.shards)]
         noted = {"split": {**split.to_json(), "name": name}}
-        selected, new_table, selections = select_rows(
-            manifest, table, masks, row_strata=row_strata, build=noted
-        )
-        put_selected(repository, selected, new_table, selections)
-        manifests[name] = selected
+        selected = select_rows(whole, masks, row_strata=row_strata, build=noted)
+        manifests[name] = put_selected(repository, selected)
     return manifests
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -104,39 +103,30 @@ class Dataset(Samples):
         )
         from shardkit.dataset.selecting import select_rows
 
-        manifest, table, selections = select_rows(
-            self.manifest, self.table, masks, row_strata=self.row_strata
-        )
-        version = dataclasses.replace(self.version, manifest=manifest, table=table)
-        return Dataset(version, selections=selections, verify=self._verify)
+        return Dataset(select_rows(self.version, masks, row_strata=self.row_strata), verify=self._verify)
 
     def row_strata(self, shard: int) -> NDArray[np.int32] | None:
         """Return the own stratum of each row of a shard, (rows,) int32, or None without pooled strata."""
         return self.reader.index(shard).row_stratum
 
-    def _masks_rows(self, samples: NDArray[np.int64]) -> dict[int, NDArray[np.bool_]]:
+    def _masks_rows(self, samples: NDArray[np.int64]) -> list[NDArray[np.bool_]]:
         where = self.rows.locate(samples)
-        masks = {}
-        for shard in range(len(self.table.rows)):
-            mask = np.zeros(int(self.table.rows[shard]), dtype=bool)
+        masks = [np.zeros(rows, dtype=np.bool_) for rows in self.table.rows.tolist()]
+        for shard, mask in enumerate(masks):
             mask[where.row[where.shard == shard]] = True
-            masks[shard] = mask
         return masks
 
-    def _masks_where(self, text: str) -> dict[int, NDArray[np.bool_]]:
+    def _masks_where(self, text: str) -> list[NDArray[np.bool_]]:
         from shardkit.dataset.expressions import Where
 
         condition = Where(text, self.schema)
-        masks = {}
-        for shard in range(len(self.table.rows)):
+        masks = [self.version.mask(shard) for shard in range(len(self.table))]
+        for shard, mask in enumerate(masks):
             index = self.reader.index(shard)
-            mask = np.zeros(index.rows, dtype=bool)
-            mask[self.rows.rows_of_shard(shard)] = True
             for block in range(index.blocks):
                 first, last = int(index.block_start[block]), int(index.block_start[block + 1])
                 if mask[first:last].any():
                     mask[first:last] &= condition.of_block(self.reader.read(shard, block))
-            masks[shard] = mask
         return masks
 
     # ---- plan and load

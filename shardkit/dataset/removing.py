@@ -14,7 +14,7 @@ from shardkit.dataset.erasing import erase_rows, finish_erasures, plan_erasure
 from shardkit.dataset.lookups import KEY, NUMBER, check_absent, list_samples
 from shardkit.dataset.opening import open_dataset
 from shardkit.dataset.rewriting import ErasureReport
-from shardkit.dataset.selecting import put_selected, select_rows, selected_rows
+from shardkit.dataset.selecting import put_selected, select_rows
 from shardkit.documents import encode
 from shardkit.errors import NotFoundError, UsageError
 from shardkit.formats import sha256_digest
@@ -159,22 +159,19 @@ def _without(
     """Store the version of a ref without the rows, and return its id."""
     if gone == version.manifest.selected:
         raise UsageError(f"ref {name!r} would hold no sample; drop it instead, or name fewer samples")
-    masks = {shard: selected_rows(version, shard) for shard in range(len(version.table))}
-    for shard, mask in masks.items():
+    masks = [version.mask(shard) for shard in range(len(version.table))]
+    for shard, mask in enumerate(masks):
         mask[lost.get(version.table.digest_text(shard), [])] = False
     build = {"removed": int(version.manifest.build.get("removed", 0)) + gone}
-    manifest, table, selections = select_rows(
-        version.manifest, version.table, masks, row_strata=Dataset(version).row_strata, build=build
-    )
-    put_selected(repository, manifest, table, selections)
-    return manifest.id
+    fewer = select_rows(version, masks, row_strata=Dataset(version).row_strata, build=build)
+    return put_selected(repository, fewer).id
 
 
 def _count_rows(version: Version, lost: Mapping[str, list[int]]) -> int:
     """Return how many of the rows a version holds."""
     shards = ((shard, lost.get(version.table.digest_text(shard))) for shard in range(len(version.table)))
     return sum(
-        int(selected_rows(version, shard)[rows].sum())
+        int(version.mask(shard)[rows].sum())
         for shard, rows in shards
         if rows is not None and version.table.selected[shard]
     )

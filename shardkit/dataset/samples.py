@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NoReturn, overload
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from shardkit.dataset.sample_view import Sample, SampleList
 from shardkit.errors import MissingDependency, PlanError, SampleIndexError, ShardkitError, UsageError
 from shardkit.formats import Block, Schema
-from shardkit.manifest import Manifest, Selection, ShardTable
+from shardkit.manifest import Manifest, ShardTable
 from shardkit.plan import Population
 from shardkit.plan.permutation import Feistel, derive
 from shardkit.ranges import Range, names_of
@@ -30,17 +30,10 @@ _SAMPLE = 0x73616D706C65  # "sample": separates these draws from other uses of a
 class Samples:
     """Base class of `Dataset`: a sequence of verified samples, and a table."""
 
-    def __init__(
-        self,
-        version: Version,
-        *,
-        selections: Mapping[int, Selection] | None = None,
-        verify: VerifySetting = "auto",
-    ) -> None:
+    def __init__(self, version: Version, *, verify: VerifySetting = "auto") -> None:
         self.version = version
         self.manifest = version.manifest
         self.table = version.table
-        self._selections = selections  # selections of a view, which are in no repository
         self._verify: VerifySetting = verify
 
     @property
@@ -75,8 +68,7 @@ class Samples:
     @cached_property
     def rows(self) -> RowMap:
         """Map from sample numbers to shards and rows."""
-        load = self.version.load_selection if self._selections is None else self._selections.__getitem__
-        return RowMap(self.table, load)
+        return RowMap(self.table, self.version.load_selection)
 
     def __len__(self) -> int:
         return self.manifest.selected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,36 +20,29 @@ RowStrata = Callable[[int], NDArray[np.int32] | None]
 """Shard → (rows,) int32, the own stratum of each row (`ShardIndex.row_stratum`); None: no row is pooled."""
 
 
-def selected_rows(version: Version, shard: int) -> NDArray[np.bool_]:
-    """Return (rows,) bool, True for rows of a shard that a version selects."""
-    if version.table.has_selection[shard]:
-        return version.load_selection(shard).mask()
-    return np.ones(int(version.table.rows[shard]), dtype=np.bool_)
-
-
 def select_rows(
-    manifest: Manifest,
-    table: ShardTable,
-    masks: Mapping[int, NDArray[np.bool_]],
+    version: Version,
+    masks: Sequence[NDArray[np.bool_]],
     *,
     row_strata: RowStrata,
     build: Mapping[str, Any] | None = None,
-) -> tuple[Manifest, ShardTable, dict[int, Selection]]:
-    """Return the version that selects the rows of ``masks``; nothing is written (`put_selected` does).
+) -> Version:
+    """Return the version that selects some rows of each shard; nothing is written (`put_selected` does).
 
-    Returns:
-        Its manifest, its table, and the selections of partly selected shards.
+    Args:
+        version: The version to take rows of.
+        masks: (rows,) bool of each shard.
+        row_strata: Called for every shard if the version has pooled strata.
+        build: Entries to add to the manifest's `build`.
 
     Raises:
-        UsageError: No row is selected, or a mask is missing or has the wrong length.
+        UsageError: No row is selected.
     """
-    for shard, rows in enumerate(table.rows.tolist()):
-        if shard not in masks or masks[shard].shape != (rows,):
-            raise UsageError(f"selecting rows: shard {shard} needs a mask of {rows} rows")
+    manifest, table = version.manifest, version.table
     selections: dict[int, Selection] = {}
     digests = np.zeros_like(table.selection_digest)
     segment_selected = table.segment_selected.copy()
-    for shard, mask in sorted(masks.items()):
+    for shard, mask in enumerate(masks):
         segments = slice(int(table.segment_starts[shard]), int(table.segment_starts[shard + 1]))
         starts = np.cumsum(table.segment_rows[segments]) - table.segment_rows[segments]
         segment_selected[segments] = np.add.reduceat(mask.astype(np.int64), starts)
@@ -57,42 +50,60 @@ def select_rows(
             selections[shard] = Selection.from_mask(mask)
             digest = parse_digest(sha256_digest(selections[shard].to_bytes()))
             digests[shard] = np.frombuffer(bytes.fromhex(digest), dtype=np.uint8)
-    selected = np.array([int(masks[shard].sum()) for shard in range(len(table))], dtype=np.int64)
+    selected = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
     if not selected.any():
         raise UsageError("no row is selected; a dataset holds at least one")
     new_table = dataclasses.replace(
         table, selected=selected, selection_digest=digests, segment_selected=segment_selected
     )
-    strata = _recount_strata(manifest, new_table, _pooled_counts(manifest, masks, row_strata))
     new_manifest = msgspec.structs.replace(
         manifest,
-        strata=strata,
+        strata=_recount_strata(manifest, new_table, _pooled_counts(manifest, masks, row_strata)),
         selected=int(selected.sum()),
         pages=tuple(ref for ref, _ in paginate(new_table)),
         parent=manifest.id,
         parts=(),
         build={**manifest.build, **(build or {})},
     )
-    return new_manifest, new_table, selections
+    return dataclasses.replace(version, manifest=new_manifest, table=new_table, selections=selections)
 
 
-def put_selected(
-    repository: Repository, manifest: Manifest, table: ShardTable, selections: Mapping[int, Selection]
-) -> None:
-    """Make the result of `select_rows` durable, so that a commit may name it."""
-    for selection in selections.values():
+def put_selected(repository: Repository, version: Version, note: Mapping[str, Any] | None = None) -> Manifest:
+    """Make the result of `select_rows` durable, so that a commit may name it.
+
+    Args:
+        repository: The version's repository, open for writing.
+        version: The version; not one of a merged version.
+        note: How the samples were chosen, for the manifest.
+
+    Returns:
+        The manifest, with the note.
+
+    Raises:
+        UsageError: The version is one of a merged version.
+    """
+    manifest = version.manifest
+    if version.parts[0].name:
+        names = ", ".join(part.name for part in version.parts)
+        raise UsageError(
+            f"{str(manifest.parent)[:19]}… is merged; select from its parts ({names}), then merge those versions"
+        )
+    if note is not None:
+        manifest = msgspec.structs.replace(manifest, build={**manifest.build, "select": dict(note)})
+    for selection in (version.selections or {}).values():
         put_selection(repository, selection)
-    put_manifest(repository, manifest, [data for _, data in paginate(table)])
+    put_manifest(repository, manifest, [data for _, data in paginate(version.table)])
+    return manifest
 
 
 def _pooled_counts(
-    manifest: Manifest, masks: Mapping[int, NDArray[np.bool_]], row_strata: RowStrata
+    manifest: Manifest, masks: Sequence[NDArray[np.bool_]], row_strata: RowStrata
 ) -> NDArray[np.int64]:
     """Return (strata,) int64, the selected rows of each stratum in the pool."""
     counts = np.zeros(len(manifest.strata), dtype=np.int64)
     if not any(stratum.in_pool for stratum in manifest.strata):
         return counts
-    for shard, mask in masks.items():
+    for shard, mask in enumerate(masks):
         own = row_strata(shard)
         if own is not None:
             inside = own[mask & (own >= 0)]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from shardkit.credentials import refuse_credentials
 from shardkit.documents import Digest, Document, Name, decode, encode
@@ -55,6 +56,8 @@ class Version:
     """Parts in the order of their shards."""
     added: tuple[Version, ...] = ()
     """Versions with further fields of the same rows (manifest/SPEC.md §5)."""
+    selections: Mapping[int, Selection] | None = None
+    """Selections by shard, of a version that is not stored; None: they are in the repository."""
 
     def part_of(self, shard: int) -> Part:
         firsts = [part.first_shard for part in self.parts]
@@ -66,7 +69,15 @@ class Version:
         Raises:
             FormatError: The shard has no selection, or the selection does not fit the segments.
         """
+        if self.selections is not None:
+            return self.selections[shard]
         return load_shard_selection(self.part_of(shard).repository, self.table, shard)
+
+    def mask(self, shard: int) -> NDArray[np.bool_]:
+        """Return (rows,) bool, True for the selected rows of a shard."""
+        if self.table.has_selection[shard]:
+            return self.load_selection(shard).mask()
+        return np.ones(int(self.table.rows[shard]), dtype=np.bool_)
 
 
 def load_manifest(repository: Repository, manifest_id: str) -> Version:

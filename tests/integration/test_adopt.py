@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import shardkit
 from shardkit.copies.verify import verify
-from shardkit.dataset.deriving import merge_datasets
+from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.removing import erase
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
 from shardkit.formats import read_block, xxh3

@@ -10,7 +10,7 @@ import pytest
 import shardkit
 from shardkit.copies.verify import verify
 from shardkit.dataset.committing import NOT_MOVED
-from shardkit.dataset.deriving import merge_datasets
+from shardkit.dataset.merging import merge_datasets
 from shardkit.errors import NotFoundError, SchemaError, UsageError
 from shardkit.repository.repository import Repository
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import shardkit
 from shardkit.dataset import lookups
-from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import Entries, find_samples, hash_values, parse_lookup
+from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.selecting import put_selected
 from shardkit.errors import FormatError, IntegrityError, NotFoundError, UsageError
 from shardkit.formats import Schema
@@ -120,7 +120,7 @@ def test_a_selected_version_keeps_the_look_ups_of_its_parent(tmp_path: Path) -> 
     ds = make(tmp_path, range(50), 5, lookup="url")
     view = ds.select(where="n < 10")
     repository = Repository.open(tmp_path)
-    put_selected(repository, view.manifest, view.table, view._selections or {})
+    put_selected(repository, view.version)
     repository.commit({"few": view.manifest.id}, message="few")
     few = shardkit.open(f"{tmp_path}@few")
     assert few.manifest.lookups == ds.manifest.lookups

@@ -16,8 +16,8 @@ import shardkit_tools.building.rebuilding as rebuilding
 from shardkit.copies import collecting
 from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.verify import verify
-from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import find_samples, hash_values
+from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.removing import erase, remove, resume_erasures
 from shardkit.dataset.rewriting import ErasureJournal
 from shardkit.dataset.selecting import put_selected
@@ -64,7 +64,7 @@ def contents(url: object) -> dict[str, dict[str, Any]]:
 def select(root: Path, ref: str, where: str) -> None:
     view = shardkit.open(root).select(where=where)
     repository = Repository.open(root)
-    put_selected(repository, view.manifest, view.table, view._selections or {})
+    put_selected(repository, view.version)
     repository.commit({ref: view.manifest.id}, message=where)
 
 
@@ -310,7 +310,7 @@ def test_a_version_prepared_before_an_erasure_is_not_committed_over_what_it_dele
 ) -> None:
     make(tmp_path, range(32))
     view, writer = shardkit.open(tmp_path).select(where="n < 20"), Repository.open(tmp_path)
-    put_selected(writer, view.manifest, view.table, view._selections or {})
+    put_selected(writer, view.version)
     told: list[str] = []
 
     def commit_late() -> None:

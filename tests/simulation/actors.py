@@ -19,7 +19,7 @@ from shardkit.copies.repair import repair
 from shardkit.copies.replicate import replicate
 from shardkit.copies.scrub import scrub
 from shardkit.dataset.removing import erase, remove, resume_erasures
-from shardkit.dataset.selecting import put_selected, select_rows
+from shardkit.dataset.selecting import put_selected
 from shardkit.errors import CommitUnknown, IntegrityError, ShardkitError, UsageError
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.supply import BlockFetcher
@@ -59,19 +59,8 @@ def select(world: World) -> None:
     dataset = shardkit.open(world.root)
     keep = np.arange(0, len(dataset), 2, dtype=np.int64)
     view = dataset.select(rows=keep)
-    masks = {}
-    for shard in range(len(view.table)):
-        masks[shard] = np.zeros(int(view.table.rows[shard]), dtype=np.bool_)
-        masks[shard][view.rows.rows_of_shard(shard)] = True
-    manifest, table, selections = select_rows(
-        dataset.manifest,
-        dataset.table,
-        masks,
-        row_strata=dataset.row_strata,
-        build={"select": {"rows": "even"}},
-    )
     repository = Repository.open(world.root)
-    put_selected(repository, manifest, table, selections)
+    manifest = put_selected(repository, view.version, {"rows": "even"})
     _commit(world, repository, {"even": manifest.id}, {})
 
 

@@ -12,7 +12,7 @@ import pytest
 import shardkit
 from shardkit.dataset.about import About, Terms, about_of, given_about, parse_about
 from shardkit.dataset.croissant import croissant_document
-from shardkit.dataset.deriving import merge_datasets
+from shardkit.dataset.merging import merge_datasets
 from shardkit.errors import ConfigurationError, FormatError, NotFoundError, SourceError, UsageError
 
 TEXT = """

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import shardkit
 from shardkit.copies.verify import verify
-from shardkit.dataset.deriving import merge_datasets
 from shardkit.dataset.lookups import find_samples, hash_values
+from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.removing import erase, remove
 
 SCHEMA = {"url": "str", "body": "bytes", "n": "int64"}

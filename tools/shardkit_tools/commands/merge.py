@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from shardkit.dataset.deriving import merge_datasets
+from shardkit.dataset.merging import merge_datasets
 from shardkit.errors import UsageError
 from shardkit_tools import console, options
 from shardkit_tools.options import argument

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.committing import move_refs, standing_refs
-from shardkit.dataset.deriving import put_version
 from shardkit.dataset.lookups import NUMBER, check_absent, list_samples
+from shardkit.dataset.selecting import put_selected
 from shardkit.errors import UsageError
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
@@ -60,7 +60,7 @@ def select(
     else:
         view = dataset.select(rows=_numbers(dataset, rows, exclude, field, allow_absent))
         note, said = {"rows": "listed" if rows is not None else "all but listed"}, "select by list"
-    manifest = put_version(repository, dataset, view, note)
+    manifest = put_selected(repository, view.version, note)
     moved = move_refs(repository, {ref: manifest.id}, expected, message=message or said, author=author)
     document = {
         "root": parse_url(root)[0],
