@@ -333,7 +333,7 @@ class BlockLoading:
         return self._shards[shard]
 
     def _local_shard(self, shard: int, index: ShardIndex) -> LocalShard | None:
-        file, strong = self._reader.verified_file(shard, index), self._reader.verify_of(shard) == "strong"
+        file, strong = self._reader.verified_file(shard), self._reader.verify_of(shard) == "strong"
         if file is None or (index.compression != "none" and not gather.block_rows.opens_zstd()):
             return None
         if strong and not gather.block_rows.hashes_sha256():

@@ -64,7 +64,7 @@ class ExtendedReader(BlockReader):
     def has_file(self, shard: int) -> bool:
         return self.own.has_file(shard) and all(one.reader.has_file(shard) for one in self.added)
 
-    def verified_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:
+    def verified_file(self, shard: int) -> tuple[str, int] | None:
         """Return None: a block is in several files."""
         return None
 

@@ -23,7 +23,6 @@ from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, StoreE
 from shardkit.formats import Block, ShardIndex, Verify, read_block, read_fields, separate_fields
 from shardkit.manifest import Selection, ShardTable
 from shardkit.reading.adopted import adopted_place, find_adopted
-from shardkit.reading.adopted_places import AdoptedFile
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest, place_ids
 from shardkit.stores.file_operations import read_file
@@ -169,6 +168,13 @@ _MAX_INDEX_BYTES = 256 << 20
 _FIELD_SHIFT = 44  # fields have places after the places of all blocks
 
 
+class ShardFile(NamedTuple):
+    """A shard that is stored on this machine."""
+
+    path: str | None  # None for a group of adopted files
+    is_adopted: bool  # True if it belongs to another owner, who may change it; its store reads it
+
+
 class BlockReader:
     """Reads blocks of one manifest; every block is verified each time it is read.
 
@@ -209,7 +215,7 @@ class BlockReader:
         self._lock = threading.Lock()
         self._indexes: OrderedDict[int, tuple[ShardIndex, int]] = OrderedDict()
         self._index_bytes = 0
-        self._paths: dict[int, str] = {}  # of shards in local files
+        self._files: dict[int, ShardFile] = {}
         self._access = WriteAccess()
         self._verify_of: dict[int, Verify] = {}
         self.supply: BlockFetcher | None = None  # not pickled: each process opens its own cache
@@ -313,10 +319,11 @@ class BlockReader:
             try:
                 return parsed([self._read_stored(request, memory) for request in requests], verify)
             except (IntegrityError, NotFoundError) as error:
-                self._paths.pop(shard, None)  # the file may have been replaced or removed
+                is_gone, store = isinstance(error, NotFoundError), self.store_of(shard)
+                ask_others = not is_gone or self._is_adopted(shard)
+                self._files.pop(shard, None)  # the file may have been replaced or removed
                 self._verify_of.pop(shard, None)
-                store = self._elsewhere(shard, error)
-                if store is not None:
+                if isinstance(store, LocatedStore) and ask_others:
                     return parsed([memoryview(store.read_block(request)) for request in requests], "fast")
                 return parsed([self._read_stored(request, memory) for request in requests], verify)
         except IntegrityError as error:
@@ -356,27 +363,28 @@ class BlockReader:
     def located(self, shard: int) -> LocatedStore | None:
         """Return the locations of a shard; None if it is read from one local place only."""
         store = self.store_of(shard)
-        return None if self._is_near_adopted(shard) or not isinstance(store, LocatedStore) else store
+        return None if self._is_adopted(shard) or not isinstance(store, LocatedStore) else store
 
-    def _is_near_adopted(self, shard: int) -> bool:
+    def _is_adopted(self, shard: int) -> bool:
         """Return True if a shard is an adopted file, or a group of them, on this machine."""
-        return self._local_file(shard) is not None
+        file = self.file(shard)
+        return file is not None and file.is_adopted
 
-    def _local_file(self, shard: int) -> AdoptedFile | None:
-        file = find_adopted(self.store_of(shard), self.shard_name(shard))
-        return None if file is None or file.is_far else file
-
-    def _adopted_path(self, shard: int) -> str | None:
-        """Return the path of an adopted file on this machine; None for other shards and for groups of files."""
-        file = self._local_file(shard)
-        return None if file is None or file.files else file.place
-
-    def _elsewhere(self, shard: int, error: ShardkitError) -> LocatedStore | None:
-        """Return the locations to ask after a local file had no good block, or None if there are no others."""
-        store = self.store_of(shard)
-        if not isinstance(store, LocatedStore):
-            return None
-        return None if isinstance(error, NotFoundError) and not self._is_near_adopted(shard) else store
+    def file(self, shard: int) -> ShardFile | None:
+        """Return the file of a shard on this machine, of the root or adopted; None if it is read over a network."""
+        found = self._files.get(shard)
+        if found is None:
+            store, name = self.store_of(shard), self.shard_name(shard)
+            path = store.local_path(name)
+            adopted = None if path is not None else find_adopted(store, name)
+            if path is not None:
+                found = ShardFile(os.fspath(path), is_adopted=False)
+            elif adopted is not None and not adopted.is_far:
+                found = ShardFile(None if adopted.files else adopted.place, is_adopted=True)
+            else:
+                return None  # not kept: the object may be put later
+            self._files[shard] = found
+        return found
 
     def verify_of(self, shard: int) -> Verify:
         """Return the checksum to compare for blocks of a shard; remote reads have compared SHA-256 already."""
@@ -385,15 +393,16 @@ class BlockReader:
         found = self._verify_of.get(shard)
         if found is not None:
             return found
-        path = self._path(shard) or self._adopted_path(shard)
-        if path is None:  # remote reads have compared SHA-256; of a group, anybody may own some files
-            return "strong" if self._is_near_adopted(shard) else "fast"
-        is_open = self._access.others_can_write(path)
+        file = self.file(shard)
+        if file is None:
+            return "fast"
+        # of a group, anybody may own some files
+        is_open = file.path is None or self._access.others_can_write(file.path)
         return self._verify_of.setdefault(shard, "strong" if is_open else "fast")
 
     def has_file(self, shard: int) -> bool:
-        """Return True if a shard is a file on this machine, of the root or adopted."""
-        return self._path(shard) is not None or self._is_near_adopted(shard)
+        """Return True if all bytes of a shard are in files on this machine."""
+        return self.file(shard) is not None
 
     def through(self, supply: BlockFetcher | None) -> BlockReader:
         """Return a copy of this reader that reads remote blocks through `supply`; None to read them directly."""
@@ -408,23 +417,23 @@ class BlockReader:
         """
         return self
 
-    def verified_file(self, shard: int, index: ShardIndex) -> tuple[str, int] | None:
+    def verified_file(self, shard: int) -> tuple[str, int] | None:
         """Return (path, bytes) of a shard in a local file; otherwise None.
 
         For callers that read, verify and decompress several blocks at once. Adopted files may change at any time, so
         they must be read into private memory and verified there.
         """
-        path = self._path(shard) or self._adopted_path(shard)
-        return None if path is None else (path, int(self._table.size[shard]))
+        file = self.file(shard)
+        return None if file is None or file.path is None else (file.path, int(self._table.size[shard]))
 
     def _read_stored(self, request: BlockRequest, memory: TakeMemory) -> memoryview:
-        shard, path = request.shard, self._path(request.shard)
+        shard, file = request.shard, self.file(request.shard)
         if not request.length:
             return memoryview(b"")
-        if path is not None:
+        if file is not None and file.path is not None and not file.is_adopted:
             found = memory(request.length).data
             try:
-                read_file(path, int(self._table.size[shard]), request.offset, found)
+                read_file(file.path, int(self._table.size[shard]), request.offset, found)
             except StoreError:
                 if self.located(shard) is None:
                     raise  # otherwise the disk is failing, and the read path asks other locations
@@ -435,14 +444,6 @@ class BlockReader:
             plain = self.store_of(shard)
             return memoryview(plain.get_range(request.name, request.offset, request.length))
         return memoryview(self.supply.read(store, request) if self.supply else store.read_block(request))
-
-    def _path(self, shard: int) -> str | None:
-        found = self._paths.get(shard)
-        if found is None:
-            path = self.store_of(shard).local_path(self.shard_name(shard))
-            if path is not None:
-                found = self._paths[shard] = os.fspath(path)
-        return found
 
 
 def _renew_locks() -> None:
