@@ -15,8 +15,7 @@ from typing import Final, NamedTuple
 
 from shardkit.copies.documents import HealedCopy, LostObject, UncheckedCopy
 from shardkit.copies.placement import Copy
-from shardkit.copies.tasks import CopyTask, run_in_threads
-from shardkit.copies.walk import CheckSettings, CopyWalk, Repair
+from shardkit.copies.walk import CheckSettings, CopyTask, CopyWalk, Repair, run_in_threads
 from shardkit.documents import decode_plain
 from shardkit.errors import (
     FormatError,

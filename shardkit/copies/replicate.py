@@ -30,8 +30,7 @@ from shardkit.copies.repair import (
     mirror_documents,
     replace_copies,
 )
-from shardkit.copies.tasks import CopyTask
-from shardkit.copies.walk import CheckSettings, CopyWalk
+from shardkit.copies.walk import CheckSettings, CopyTask, CopyWalk
 from shardkit.errors import (
     IntegrityError,
     NotFoundError,

@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardkit.copies.documents import (
     Fork,
@@ -23,8 +26,7 @@ from shardkit.copies.documents import (
     merged_names,
 )
 from shardkit.copies.placement import Copy, NeededObject, add_needed, list_copies, needed_of, placement
-from shardkit.copies.tasks import CopyCheck, CopyTask, RunAll, run_in_threads
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError
+from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, StoreError
 from shardkit.exit_codes import ExitCode
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.attestations import Attestation, Records
@@ -38,7 +40,15 @@ from shardkit.reading.inventory import (
     walk_versions,
 )
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.objects import ROOT_NAME, CheckResult, Depth, Location, check_object
+from shardkit.reading.objects import (
+    ROOT_NAME,
+    CheckResult,
+    CopyResult,
+    Depth,
+    Location,
+    check_object,
+    copy_object,
+)
 from shardkit.reading.parity.rebuilding import restore
 from shardkit.reading.parity.sets import ParitySet, SetRecord, find_records, known_sets, read_record, sets_of
 from shardkit.repository.locations import SPARE_NAME, first_root, read_table, spare_bytes
@@ -48,6 +58,84 @@ from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.store import Store, object_name, parse_object_name, put_over, root_store
 from shardkit.stores.waiting import RateLimiter
+
+# ---- Checks and copies of single objects, as tasks that threads of this process or an engine run
+
+Pace = Callable[[int], None]
+"""Called with the bytes of each piece before it is read; may sleep."""
+
+
+class CopyCheck(NamedTuple):
+    """A check to make; see `check_object`."""
+
+    store: Store
+    name: str
+    size: int | None
+    depth: Depth
+
+    @property
+    def stores(self) -> list[Store]:
+        return [self.store]
+
+    def run(self, pace: Pace) -> CheckResult:
+        return check_object(self.store, self.name, self.size, self.depth, pace)
+
+    def failed(self, problem: str) -> CheckResult:
+        """Return the result if a store cannot be accessed."""
+        return CheckResult("unreadable", "list", got=problem)
+
+
+class CopyTask(NamedTuple):
+    """A copy to make; see `copy_object`."""
+
+    name: str
+    sources: tuple[Location, ...]
+    target: Location
+    size: int | None
+    replace: bool = False
+
+    @property
+    def stores(self) -> list[Store]:
+        return [self.target.store, *(one.store for one in self.sources)]
+
+    def run(self, pace: Pace) -> CopyResult:
+        return copy_object(self.name, self.sources, self.target, replace=self.replace, pace=pace)
+
+    def failed(self, problem: str) -> CopyResult:
+        """Return the result if a store cannot be accessed."""
+        return CopyResult(problem=StoreError(problem))
+
+
+RunAll = Callable[[Iterable[tuple[int, CopyCheck | CopyTask]]], Iterator[tuple[int, Any]]]
+"""Runs numbered tasks, taken one by one, and yields (number, result) as each is finished."""
+
+
+def run_in_threads(
+    tasks: Iterable[tuple[int, CopyCheck | CopyTask]], jobs: int, pace: RateLimiter
+) -> Iterator[tuple[int, Any]]:
+    """Run tasks in `jobs` threads; see `RunAll`. A task is taken only when another one is finished."""
+    waiting = iter(tasks)
+    running: dict[Future[Any], int] = {}
+    finished: SimpleQueue[Future[Any]] = SimpleQueue()
+    with ThreadPoolExecutor(jobs, thread_name_prefix="shardkit-copies") as pool:
+
+        def start(count: int) -> None:
+            for number, task in itertools.islice(waiting, count):
+                future: Future[Any] = pool.submit(task.run, pace.take)
+                running[future] = number
+                future.add_done_callback(finished.put)
+
+        try:
+            start(2 * jobs)
+            while running:
+                future = finished.get()
+                yield running.pop(future), future.result()
+                start(1)
+        except BaseException:
+            pace.stop()  # so that the other threads end soon
+            pool.shutdown(cancel_futures=True)
+            raise
+
 
 CheckProgress = Callable[[str, int, int], None]
 """(action, number of copies done, number of copies)."""

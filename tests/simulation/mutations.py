@@ -13,7 +13,7 @@ from unittest import mock
 
 import msgspec
 
-from shardkit.copies import collecting, place, placement, replicate, tasks, walk
+from shardkit.copies import collecting, place, placement, replicate, walk
 from shardkit.dataset import erasing, removing, store_survey
 from shardkit.dataset.rewriting import ErasureJournal
 from shardkit.errors import StoreError
@@ -272,7 +272,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "put-if-absent puts over": _replaced(object_store.ObjectStore, "put_new", _put_over),
     "what exists after a lost answer is ours": _replaced(object_store.ObjectStore, "_is_mine", _always),
     "an object's digest is not checked": _replaced(inventory, "read_object", _unchecked_get),
-    "a copy is not checked": _replaced(tasks, "copy_object", _unchecked_copy),
+    "a copy is not checked": _replaced(walk, "copy_object", _unchecked_copy),
     "blocks are not checked": _blocks_unchecked,
     "surplus goes without a look at what stays": _replaced(place, "drop_surplus", _moved_at_once),
     "commits do not look at collections": _replaced(committing, "check_not_deleted", _nothing),
@@ -292,7 +292,7 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "the last commit wins": _replaced(committing.Changes, "apply", _last_one_wins),
     "marking ignores tags": _replaced(collecting, "mark_live", _mark_refs),
     "tags may be moved": _replaced(committing.Changes, "_add_tags", _move_tags),
-    "repair believes what is there": _replaced(tasks, "check_object", _listed),
+    "repair believes what is there": _replaced(walk, "check_object", _listed),
     "a killed erasure is forgotten": _replaced(removing, "finish_erasures", _no_reports),
     "an erasure begins without a note": _replaced(ErasureJournal, "begin", _nothing),
     "erasing leaves the parity": _replaced(erasing, "delete_parity", _nothing),

@@ -17,8 +17,7 @@ from shardkit.copies.place import PlacementChange, place
 from shardkit.copies.placement import unknown_strata
 from shardkit.copies.repair import encode_parity
 from shardkit.copies.replicate import find_lag
-from shardkit.copies.tasks import CopyCheck, CopyTask
-from shardkit.copies.walk import CheckSettings
+from shardkit.copies.walk import CheckSettings, CopyCheck, CopyTask
 from shardkit.errors import ConfigurationError, ShardkitError, UsageError
 from shardkit.extras import shell_word
 from shardkit.reading.objects import CheckResult, CopyResult
