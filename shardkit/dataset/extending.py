@@ -75,7 +75,7 @@ def extend_version(
     blocks = _Blocks(dataset, fields)
     records = []
     for shard in range(len(table)):
-        segments = slice(int(table.segment_starts[shard]), int(table.segment_starts[shard + 1]))
+        segments = table.segments_of(shard)
         block_rows = int(table.block_rows[shard])
         written = publish_shard(
             repository,

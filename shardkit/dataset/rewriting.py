@@ -253,8 +253,6 @@ class Rewriter:
         self, manifest: Manifest, page: ShardTable, shard: int, losses: list[_Loss]
     ) -> ShardRecord | None:
         """Return the record of the shard that replaces one, and put it if needed; None if no row is left."""
-        segments = slice(int(page.segment_starts[shard]), int(page.segment_starts[shard + 1]))
-        segment_rows = page.segment_rows[segments]
         rows = int(page.rows[shard])
         keep = np.ones(rows, dtype=np.bool_)
         keep[list(self.lost_rows(page, shard))] = False
@@ -262,9 +260,7 @@ class Rewriter:
         digest = page.selection_digest_text(shard)
         if digest is not None:
             mask = load_selection(self.repository, digest, rows).mask()
-        starts = np.cumsum(segment_rows) - segment_rows
-        new_rows = np.add.reduceat(keep.astype(np.int64), starts)
-
+        new_rows = page.count_by_segment(shard, keep)
         reader = version_reader(self.repository, manifest, page)
         pooled = any(stratum.in_pool for stratum in manifest.strata)
         # The index is read only if needed: after a kill it may be deleted already.
@@ -273,9 +269,9 @@ class Rewriter:
         new = self._shard(manifest, page, shard, reader, keep, new_rows)
         if not new.digest:
             return None
-        new_selected = np.add.reduceat((keep & mask).astype(np.int64), starts)
+        new_selected = page.count_by_segment(shard, keep & mask)
         left = Selection.from_mask(mask[keep])
-        stratum, stays = page.segment_stratum[segments], new_rows > 0
+        stratum, stays = page.segment_stratum[page.segments_of(shard)], new_rows > 0
         return new.record(int(page.block_rows[shard]), stratum[stays], new_rows[stays])._replace(
             segment_selected=new_selected[stays],
             selection_digest=None if left.count == left.rows else put_selection(self.repository, left).digest,

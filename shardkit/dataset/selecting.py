@@ -43,9 +43,7 @@ def select_rows(
     digests = np.zeros_like(table.selection_digest)
     segment_selected = table.segment_selected.copy()
     for shard, mask in enumerate(masks):
-        segments = slice(int(table.segment_starts[shard]), int(table.segment_starts[shard + 1]))
-        starts = np.cumsum(table.segment_rows[segments]) - table.segment_rows[segments]
-        segment_selected[segments] = np.add.reduceat(mask.astype(np.int64), starts)
+        segment_selected[table.segments_of(shard)] = table.count_by_segment(shard, mask)
         if not mask.all():
             selections[shard] = Selection.from_mask(mask)
             digest = parse_digest(sha256_digest(selections[shard].to_bytes()))

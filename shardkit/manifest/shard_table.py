@@ -118,6 +118,15 @@ class ShardTable:
         """First segment of each shard, then the number of segments: (shards + 1,)."""
         return np.searchsorted(self.segment_shard, np.arange(len(self) + 1)).astype(np.int64)
 
+    def segments_of(self, shard: int) -> slice:
+        """Return the segments of a shard, as a slice of the columns over segments."""
+        return slice(int(self.segment_starts[shard]), int(self.segment_starts[shard + 1]))
+
+    def count_by_segment(self, shard: int, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return the number of rows of each segment of a shard for which a (rows,) mask is True."""
+        rows = self.segment_rows[self.segments_of(shard)]
+        return np.add.reduceat(mask.astype(np.int64), np.cumsum(rows) - rows)
+
     @cached_property
     def has_selection(self) -> NDArray[np.bool_]:
         """Mask of the shards that have unselected rows: (shards,)."""

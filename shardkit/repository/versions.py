@@ -147,7 +147,7 @@ def load_shard_selection(repository: Repository, table: ShardTable, shard: int) 
     if digest is None:
         raise FormatError(f"shard {shard} has no selection: all its rows are selected")
     selection = load_selection(repository, digest, int(table.rows[shard]))
-    segments = slice(int(table.segment_starts[shard]), int(table.segment_starts[shard + 1]))
+    segments = table.segments_of(shard)
     borders = np.concatenate([[0], np.cumsum(table.segment_rows[segments])])
     if not np.array_equal(np.diff(selection.rank(borders)), table.segment_selected[segments]):
         raise FormatError(
