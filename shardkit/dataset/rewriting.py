@@ -90,16 +90,12 @@ class ErasureReport(msgspec.Struct, forbid_unknown_fields=True):
     not_reached: list[str] = msgspec.field(default_factory=list)
 
 
-class _Objects(Document, frozen=True, kw_only=True, tag="shardkit-erasure/1"):
-    shards: dict[str, PublishedShard]
+class _State(Document, frozen=True, kw_only=True, tag="shardkit-erasure/1"):
     report: ErasureReport
+    shards: dict[str, PublishedShard] = msgspec.field(default_factory=dict)  # replacements, as in `Rewriter`
 
 
-class _Result(Document, frozen=True, kw_only=True, tag="shardkit-erasure/1"):
-    report: ErasureReport
-
-
-T = TypeVar("T", ErasurePlan, _Objects, _Result)
+T = TypeVar("T", ErasurePlan, _State)
 
 
 def _read(store: Store, name: str, kind: type[T]) -> T:
@@ -120,13 +116,13 @@ class ErasureJournal:
 
     def write(self, shards: dict[str, PublishedShard], report: ErasureReport) -> None:
         """Record replacements and objects to delete, before anything that they depend on is deleted."""
-        document = _Objects(shards=shards, report=report)
+        document = _State(shards=shards, report=report)
         put_over(self._store, f"{self._folder}objects.json", encode(document))
 
     def read(self) -> tuple[dict[str, PublishedShard], ErasureReport]:
         """Return what `write` recorded, or no shards and a new report if it was not called."""
         try:
-            found = _read(self._store, f"{self._folder}objects.json", _Objects)
+            found = _read(self._store, f"{self._folder}objects.json", _State)
         except NotFoundError:
             plan = self.plan
             rows = sum(len(rows) for *_, rows in plan.shards)
@@ -136,13 +132,13 @@ class ErasureJournal:
     def report(self) -> ErasureReport | None:
         """Return the report of an erasure that was killed while finishing, or None."""
         try:
-            return _read(self._store, f"{self._folder}report.json", _Result).report
+            return _read(self._store, f"{self._folder}report.json", _State).report
         except NotFoundError:
             return None
 
     def finish(self, report: ErasureReport) -> None:
         """Write the report and delete the other documents."""
-        put_over(self._store, f"{self._folder}report.json", encode(_Result(report=report)))
+        put_over(self._store, f"{self._folder}report.json", encode(_State(report=report)))
         for name in ("objects.json", "plan.json"):
             self._store.delete(self._folder + name)
 
@@ -157,14 +153,6 @@ def unfinished_plans(repository: Repository) -> list[ErasurePlan]:
 
 
 P = TypeVar("P", LookupPiece, CostPiece)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loss:
-    """Rows that a manifest loses in one shard."""
-
-    stratum: NDArray[np.int32] | None  # own strata of the lost rows
-    selected: NDArray[np.bool_]  # True for lost rows that the manifest selected
 
 
 @dataclass(eq=False)
@@ -195,15 +183,15 @@ class Rewriter:
 
     def rewrite(self, survey: StoreSurvey, manifest: Manifest, parent: str | None) -> Manifest | None:
         """Put the manifest that replaces another, with all its objects; return None if no sample is left."""
-        losses: list[_Loss] = []
-        pages = [self._page(manifest, page, losses) for page in survey.pages(manifest)]
+        lost = np.zeros((2, len(manifest.strata)), dtype=np.int64)
+        pages = [self._page(manifest, page, lost) for page in survey.pages(manifest)]
         kept = [page for page in pages if len(page)]
         table = ShardTable.concatenate(kept)
         if not table.selected.any():
             return None
         references = [(ref, data) for page in kept for ref, data in paginate(page)]
         before = survey.table(manifest)
-        strata = _recount(manifest, table, losses)
+        strata = _recount(manifest, table, lost)
         # Strata keep their numbers, which other shards and indexes use; so empty strata keep their names.
         self.empty_strata |= {
             new.name for new, old in zip(strata, manifest.strata, strict=True) if old.rows and not new.rows
@@ -236,8 +224,11 @@ class Rewriter:
         put_manifest(self.repository, new, [data for _, data in references])
         return new
 
-    def _page(self, manifest: Manifest, page: ShardTable, losses: list[_Loss]) -> ShardTable:
-        """Return a page without the rows; an unaffected page is returned as it is and keeps its digest."""
+    def _page(self, manifest: Manifest, page: ShardTable, lost: NDArray[np.int64]) -> ShardTable:
+        """Return a page without the rows; an unaffected page is returned as it is and keeps its digest.
+
+        `lost` counts the lost rows of each stratum in the pool, (2, strata): all, and those that the manifest selected.
+        """
         touched = self.touches(page)
         if not touched.any():
             return page
@@ -245,12 +236,12 @@ class Rewriter:
         for shard, is_touched in enumerate(touched.tolist()):
             if not is_touched:
                 tables.append(page.take([shard]))
-            elif (record := self._record(manifest, page, shard, losses)) is not None:
+            elif (record := self._record(manifest, page, shard, lost)) is not None:
                 tables.append(ShardTable.from_records([record]))
         return ShardTable.concatenate(tables) if tables else page.take([])
 
     def _record(
-        self, manifest: Manifest, page: ShardTable, shard: int, losses: list[_Loss]
+        self, manifest: Manifest, page: ShardTable, shard: int, lost: NDArray[np.int64]
     ) -> ShardRecord | None:
         """Return the record of the shard that replaces one, and put it if needed; None if no row is left."""
         rows = int(page.rows[shard])
@@ -262,10 +253,12 @@ class Rewriter:
             mask = load_selection(self.repository, digest, rows).mask()
         new_rows = page.count_by_segment(shard, keep)
         reader = version_reader(self.repository, manifest, page)
-        pooled = any(stratum.in_pool for stratum in manifest.strata)
         # The index is read only if needed: after a kill it may be deleted already.
-        own = reader.index(shard).row_stratum if pooled else None
-        losses.append(_Loss(None if own is None else own[~keep], mask[~keep]))
+        has_pool = any(stratum.in_pool for stratum in manifest.strata)
+        if has_pool and (own := reader.index(shard).row_stratum) is not None:
+            gone = ~keep & (own >= 0)
+            for counts, some in zip(lost, (gone, gone & mask), strict=True):
+                counts += np.bincount(own[some], minlength=len(counts))
         new = self._shard(manifest, page, shard, reader, keep, new_rows)
         if not new.digest:
             return None
@@ -384,17 +377,13 @@ def _kept_rows(reader: BlockReader, shard: int, keep: NDArray[np.bool_]) -> Iter
             )
 
 
-def _recount(manifest: Manifest, table: ShardTable, losses: list[_Loss]) -> tuple[Stratum, ...]:
+def _recount(manifest: Manifest, table: ShardTable, lost: NDArray[np.int64]) -> tuple[Stratum, ...]:
     """Return the strata with new counts; strata in the pool are counted by their lost rows."""
     rows, selected = stratum_counts(table, len(manifest.strata))
     for number, stratum in enumerate(manifest.strata):
         if stratum.in_pool:
-            lost = [loss.stratum == number for loss in losses if loss.stratum is not None]
-            of = [loss.selected for loss in losses if loss.stratum is not None]
-            rows[number] = stratum.rows - sum(int(mine.sum()) for mine in lost)
-            selected[number] = stratum.selected - sum(
-                int((mine & chosen).sum()) for mine, chosen in zip(lost, of, strict=True)
-            )
+            rows[number] = stratum.rows - lost[0, number]
+            selected[number] = stratum.selected - lost[1, number]
     return tuple(
         msgspec.structs.replace(stratum, rows=int(rows[number]), selected=int(selected[number]))
         for number, stratum in enumerate(manifest.strata)
