@@ -1,4 +1,4 @@
-"""The commit log and the identity of a repository (SPEC.md §5).
+"""Documents of the commit log, the identity of a repository, and what a commit changes (SPEC.md §5).
 
 A log entry is one commit. It is put if absent, never changed, names its predecessor by digest, and has the full tables
 of refs, tags and locations.
@@ -7,12 +7,12 @@ of refs, tags and locations.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Final, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -27,11 +27,13 @@ from shardkit.documents import (
     Text,
     Time,
     encode,
+    parse_digest,
     seal,
     sha256_digest,
     unseal,
 )
 from shardkit.errors import (
+    CommitConflict,
     CommitUnknown,
     FormatError,
     IntegrityError,
@@ -54,7 +56,6 @@ MAX_NAMES: Final = 50_000
 
 _ENTRY_NAME: Final = re.compile(r"log/([0-9]{20})\.json")
 _PUT_ATTEMPTS: Final = 3
-_MAX_UNLISTED: Final = 1_000
 
 
 _REF: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -309,77 +310,90 @@ def check_succession(earlier: LogEntry, earlier_bytes: bytes, later: LogEntry, w
         )
 
 
-class CommitLog:
-    """Log entries of one repository. `origin` is the SHA-256 of its identity, which the first entry names."""
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Refs to set or drop, tags to add or withdraw, and the preconditions of the commit."""
 
-    def __init__(self, store: Store, repository: str, origin: str) -> None:
-        self.store, self._repository, self._origin = store, repository, origin
-        self._seen = 0  # number of the newest entry read so far: a log never gets shorter
+    refs: Mapping[str, str | None]
+    """Name → manifest id, None to drop the ref."""
+    tags: Mapping[str, str]
+    expected: Mapping[str, str | None]
+    """Name → manifest id that the ref must have at the time of the commit, None if it must not exist."""
+    withdraw: Mapping[str, str]
+    """Tag → its manifest id. The tag is removed for good, and the log records that."""
 
-    def head(self) -> LogEntry | None:
-        """Return the newest commit, None if there is none. Lists names and reads one entry."""
-        number = self._last_number()
-        return None if number == 0 else self._entry(number)[0]
-
-    def log(self) -> list[LogEntry]:
-        """Return all commits, newest first, and verify the whole chain down to ``shardkit.json``."""
-        entries = list(self.newest_commits())
-        if entries and entries[-1].previous != self._origin:
-            raise IntegrityError(
-                f"log of {self.store.url}: entry 1 belongs to another shardkit.json; restore it from a copy of "
-                "the root"
+    def __post_init__(self) -> None:
+        for names in (self.refs, self.tags, self.expected, self.withdraw):
+            for name, manifest in names.items():
+                check_ref_name(name)
+                if manifest is not None:
+                    parse_digest(manifest)
+        both = sorted(self.refs.keys() & self.tags.keys())
+        if both:
+            raise UsageError(
+                f"{both[0]!r} is to become a ref and a tag: a name can be one of them; use two names"
             )
-        return entries
 
-    def newest_commits(self) -> Iterator[LogEntry]:
-        """Yield commits, newest first, and verify the chain of the commits yielded."""
-        later: LogEntry | None = None
-        for number in range(self._last_number(), 0, -1):
-            entry, data = self._entry(number)
-            if later is not None:
-                check_succession(entry, data, later, self.store.url)
-            yield entry
-            later = entry
+    @property
+    def manifests(self) -> set[str]:
+        """Manifests that must be in the repository before the commit."""
+        return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
 
-    def _last_number(self) -> int:
-        """Return the number of the newest entry, after checking that all entries before it exist.
+    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
+        """Return the tables of refs, tags and withdrawn tags after this commit."""
+        head = head or NO_COMMIT
+        refs, tags, gone = dict(head.refs), dict(head.tags), self._withdrawn(head)
+        self._set_refs(refs, (base or NO_COMMIT).refs)
+        self._add_tags(tags)
+        again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
+        if again:
+            raise CommitConflict(
+                f"{again[0]!r} was a tag of {gone[again[0]]}, which was withdrawn: its name is never used again; use "
+                "another name"
+            )
+        tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
+        both = sorted(refs.keys() & tags.keys())
+        if both:
+            raise CommitConflict(f"{both[0]!r} would be a ref and a tag at once; use another name")
+        if max(len(refs), len(tags)) > MAX_NAMES:
+            raise UsageError(
+                f"{len(refs)} refs and {len(tags)} tags, expected at most {MAX_NAMES} each; drop some refs"
+            )
+        return {"refs": refs, "tags": tags, "withdrawn": gone}
 
-        A listing that is made during commits may have a later entry and lack an earlier one, and a network file system
-        may return an old listing. So an entry that is not listed is looked up by name before it counts as missing.
-        """
-        seen = self._seen  # read before the listing: another thread may commit meanwhile
-        listed = entry_numbers(self.store)
-        last = max(seen, max(listed, default=0))
-        if last == 0:
-            self._check_log_is_not_lost()
-        if last > len(listed) + _MAX_UNLISTED:
-            self._refuse_log(next(n for n in itertools.count(1) if n not in listed))
-        for number in sorted(set(range(1, last + 1)) - listed):
-            if not self._is_there(number):
-                self._refuse_log(number)
-        self._seen = max(self._seen, last)
-        return last
+    def _set_refs(self, refs: dict[str, str], before: Mapping[str, str]) -> None:
+        for name, manifest in self.expected.items():
+            # A ref that already points at the new version is no conflict: the same version was made twice.
+            if refs.get(name) != manifest and (name not in self.refs or refs.get(name) != self.refs[name]):
+                raise CommitConflict(
+                    f"ref {name!r} points at {refs.get(name)}, expected {manifest}; "
+                    "look at it (shardkit log), then commit again"
+                )
+        for name, manifest in self.refs.items():
+            now = refs.pop(name, None)
+            if name not in self.expected and now not in (before.get(name), manifest):
+                raise CommitConflict(
+                    f"ref {name!r} was moved to {now} by another commit, expected {before.get(name)}; "
+                    "look at it (shardkit log), then commit again"
+                )
+            if manifest is not None:
+                refs[name] = manifest
 
-    def _check_log_is_not_lost(self) -> None:
-        """Raise IntegrityError if the log is empty because it was lost; a hook for subclasses."""
+    def _add_tags(self, tags: dict[str, str]) -> None:
+        for name, manifest in self.tags.items():
+            if tags.setdefault(name, manifest) != manifest:
+                raise CommitConflict(
+                    f"tag {name!r} exists and points at {tags[name]}: tags are never moved; use another name"
+                )
 
-    def _refuse_log(self, missing: int) -> NoReturn:
-        raise IntegrityError(
-            f"log of {self.store.url}: entry {missing} is missing; run: shardkit repair {shell_word(self.store.url)}"
-        )
-
-    def _is_there(self, number: int) -> bool:
-        """Return True if an entry that was not listed can be read, from the root or from a copy."""
-        if self.store.head(entry_name(number)) is not None:
-            return True
-        try:
-            self._entry(number)
-        except NotFoundError:
-            return False
-        return True
-
-    def _entry(self, number: int) -> tuple[LogEntry, bytes]:
-        return read_entry(self.store, number, self._repository)
+    def _withdrawn(self, head: LogEntry) -> dict[str, str]:
+        for name, manifest in self.withdraw.items():
+            if head.tags.get(name, head.withdrawn.get(name)) != manifest:
+                raise CommitConflict(
+                    f"tag {name!r} names {head.tags.get(name)}, expected {manifest}; look at it (shardkit log), then "
+                    "try again"
+                )
+        return {**head.withdrawn, **self.withdraw}
 
 
 def first_commit(log: Sequence[LogEntry], version: str) -> LogEntry | None:

@@ -7,15 +7,14 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from shardkit.credentials import redact
-from shardkit.documents import DIGEST, parse_digest, sha256_digest, utc_text
+from shardkit.documents import DIGEST, sha256_digest, utc_text
 from shardkit.errors import (
     CommitConflict,
     FormatError,
@@ -25,6 +24,7 @@ from shardkit.errors import (
     StoreReadOnlyError,
     UsageError,
 )
+from shardkit.extras import shell_word
 from shardkit.reading.attestations import record_healed
 from shardkit.reading.located_store import Locations, locate
 from shardkit.reading.objects import is_good, publish
@@ -40,17 +40,19 @@ from shardkit.repository.locations import (
 )
 from shardkit.repository.log import (
     IDENTITY_NAME,
-    MAX_NAMES,
     NO_COMMIT,
     SINGLE_WRITER,
-    CommitLog,
+    Changes,
     Identity,
     LogEntry,
     check_ref_name,
+    check_succession,
     entry_name,
+    entry_numbers,
     first_identity,
     identity_in,
     put_entry,
+    read_entry,
 )
 from shardkit.stores.local import LocalStore, check_vacant, open_store
 from shardkit.stores.store import (
@@ -77,107 +79,21 @@ Returns a function to call after the commit. Raises if the commit must not be ma
 """
 
 _ATTEMPTS: Final = 1_000
+_MAX_UNLISTED: Final = 1_000  # more are not looked up by name
 _LONGEST_PAUSE_S: Final = 0.05
 # Forked writers must not draw the same pauses, so a seeded generator will not do.
 _JITTER: Final = random.SystemRandom()
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Refs to set or drop, tags to add or withdraw, and the preconditions of the commit."""
-
-    refs: Mapping[str, str | None]
-    """Name → manifest id, None to drop the ref."""
-    tags: Mapping[str, str]
-    expected: Mapping[str, str | None]
-    """Name → manifest id that the ref must have at the time of the commit, None if it must not exist."""
-    withdraw: Mapping[str, str]
-    """Tag → its manifest id. The tag is removed for good, and the log records that."""
-
-    def __post_init__(self) -> None:
-        for names in (self.refs, self.tags, self.expected, self.withdraw):
-            for name, manifest in names.items():
-                check_ref_name(name)
-                if manifest is not None:
-                    parse_digest(manifest)
-        both = sorted(self.refs.keys() & self.tags.keys())
-        if both:
-            raise UsageError(
-                f"{both[0]!r} is to become a ref and a tag: a name can be one of them; use two names"
-            )
-
-    @property
-    def manifests(self) -> set[str]:
-        """Manifests that must be in the repository before the commit."""
-        return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
-
-    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
-        """Return the tables of refs, tags and withdrawn tags after this commit."""
-        head = head or NO_COMMIT
-        refs, tags, gone = dict(head.refs), dict(head.tags), self._withdrawn(head)
-        self._set_refs(refs, (base or NO_COMMIT).refs)
-        self._add_tags(tags)
-        again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
-        if again:
-            raise CommitConflict(
-                f"{again[0]!r} was a tag of {gone[again[0]]}, which was withdrawn: its name is never used again; use "
-                "another name"
-            )
-        tags = {name: manifest for name, manifest in tags.items() if name not in self.withdraw}
-        both = sorted(refs.keys() & tags.keys())
-        if both:
-            raise CommitConflict(f"{both[0]!r} would be a ref and a tag at once; use another name")
-        if max(len(refs), len(tags)) > MAX_NAMES:
-            raise UsageError(
-                f"{len(refs)} refs and {len(tags)} tags, expected at most {MAX_NAMES} each; drop some refs"
-            )
-        return {"refs": refs, "tags": tags, "withdrawn": gone}
-
-    def _set_refs(self, refs: dict[str, str], before: Mapping[str, str]) -> None:
-        for name, manifest in self.expected.items():
-            # A ref that already points at the new version is no conflict: the same version was made twice.
-            if refs.get(name) != manifest and (name not in self.refs or refs.get(name) != self.refs[name]):
-                raise CommitConflict(
-                    f"ref {name!r} points at {refs.get(name)}, expected {manifest}; "
-                    "look at it (shardkit log), then commit again"
-                )
-        for name, manifest in self.refs.items():
-            now = refs.pop(name, None)
-            if name not in self.expected and now not in (before.get(name), manifest):
-                raise CommitConflict(
-                    f"ref {name!r} was moved to {now} by another commit, expected {before.get(name)}; "
-                    "look at it (shardkit log), then commit again"
-                )
-            if manifest is not None:
-                refs[name] = manifest
-
-    def _add_tags(self, tags: dict[str, str]) -> None:
-        for name, manifest in self.tags.items():
-            if tags.setdefault(name, manifest) != manifest:
-                raise CommitConflict(
-                    f"tag {name!r} exists and points at {tags[name]}: tags are never moved; use another name"
-                )
-
-    def _withdrawn(self, head: LogEntry) -> dict[str, str]:
-        for name, manifest in self.withdraw.items():
-            if head.tags.get(name, head.withdrawn.get(name)) != manifest:
-                raise CommitConflict(
-                    f"tag {name!r} names {head.tags.get(name)}, expected {manifest}; look at it (shardkit log), then "
-                    "try again"
-                )
-        return {**head.withdrawn, **self.withdraw}
-
-
-class Repository(CommitLog):
+class Repository:
     """Objects and commits of one root. Use `create` or `open` to get one.
 
     A repository may be used from any thread and after a fork, and may be pickled. If `read_only`, it writes nothing.
     """
 
     def __init__(self, store: Store, identity: Identity, *, read_only: bool) -> None:
-        super().__init__(store, identity.id, sha256_digest(identity.to_bytes()))
-        self._identity = identity
-        self._read_only = read_only
+        self.store, self._identity, self._read_only = store, identity, read_only
+        self._seen = 0  # number of the newest entry read so far: a log never gets shorter
         # head when the repository was opened; None for an empty log or one that could not be read
         self.opened: LogEntry | None = None
 
@@ -304,8 +220,64 @@ class Repository(CommitLog):
 
     # Log
 
-    def _check_log_is_not_lost(self) -> None:
-        check_log_is_not_lost(root_store(self.store), self.id)
+    def head(self) -> LogEntry | None:
+        """Return the newest commit, None if there is none. Lists names and reads one entry."""
+        number = self._last_number()
+        return None if number == 0 else self._entry(number)[0]
+
+    def log(self) -> list[LogEntry]:
+        """Return all commits, newest first, and verify the whole chain down to ``shardkit.json``."""
+        entries = list(self.newest_commits())
+        if entries and entries[-1].previous != sha256_digest(self._identity.to_bytes()):
+            raise IntegrityError(
+                f"log of {self.store.url}: entry 1 belongs to another shardkit.json; restore it from a copy of "
+                "the root"
+            )
+        return entries
+
+    def newest_commits(self) -> Iterator[LogEntry]:
+        """Yield commits, newest first, and verify the chain of the commits yielded."""
+        later: LogEntry | None = None
+        for number in range(self._last_number(), 0, -1):
+            entry, data = self._entry(number)
+            if later is not None:
+                check_succession(entry, data, later, self.store.url)
+            yield entry
+            later = entry
+
+    def _last_number(self) -> int:
+        """Return the number of the newest entry, after checking that all entries before it exist.
+
+        A listing that is made during commits may have a later entry and lack an earlier one, and a network file system
+        may return an old listing. So an entry that is not listed is looked up by name before it counts as missing.
+        """
+        seen = self._seen  # read before the listing: another thread may commit meanwhile
+        listed = entry_numbers(self.store)
+        last = max(seen, max(listed, default=0))
+        if last == 0:
+            check_log_is_not_lost(root_store(self.store), self.id)
+        has_lost_many = last > len(listed) + _MAX_UNLISTED
+        for number in range(1, last + 1):
+            if number not in listed and (has_lost_many or not self._is_there(number)):
+                raise IntegrityError(
+                    f"log of {self.store.url}: entry {number} is missing; run: "
+                    f"shardkit repair {shell_word(self.store.url)}"
+                )
+        self._seen = max(self._seen, last)
+        return last
+
+    def _is_there(self, number: int) -> bool:
+        """Return True if an entry that was not listed can be read, from the root or from a copy."""
+        if self.store.head(entry_name(number)) is not None:
+            return True
+        try:
+            self._entry(number)
+        except NotFoundError:
+            return False
+        return True
+
+    def _entry(self, number: int) -> tuple[LogEntry, bytes]:
+        return read_entry(self.store, number, self.id)
 
     def find_commit(self, txn: str) -> LogEntry | None:
         """Return the commit of a transaction, None if there is none. Use it after `CommitUnknown`."""

@@ -19,7 +19,7 @@ from shardkit.dataset.rewriting import ErasureJournal
 from shardkit.errors import StoreError
 from shardkit.formats import reading, sha256_digest
 from shardkit.reading import inventory, located_store, objects, read_path
-from shardkit.repository import garbage
+from shardkit.repository import garbage, log
 from shardkit.repository import repository as committing
 from shardkit.repository.log import NO_COMMIT, entry_name
 from shardkit.repository.repository import Repository
@@ -289,9 +289,9 @@ MUTATIONS: Final[dict[str, Patch]] = {
     "a folder's name is not synced": _replaced(file_operations.Directories, "_make", _made_unsynced),
     "deletions are not synced": _replaced(LocalStore, "delete", _delete_unsynced),
     "a version is committed before its indexes are there": _indexes_last,
-    "the last commit wins": _replaced(committing.Changes, "apply", _last_one_wins),
+    "the last commit wins": _replaced(log.Changes, "apply", _last_one_wins),
     "marking ignores tags": _replaced(collecting, "mark_live", _mark_refs),
-    "tags may be moved": _replaced(committing.Changes, "_add_tags", _move_tags),
+    "tags may be moved": _replaced(log.Changes, "_add_tags", _move_tags),
     "repair believes what is there": _replaced(walk, "check_object", _listed),
     "a killed erasure is forgotten": _replaced(removing, "finish_erasures", _no_reports),
     "an erasure begins without a note": _replaced(ErasureJournal, "begin", _nothing),
