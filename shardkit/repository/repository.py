@@ -101,16 +101,13 @@ class Repository:
         return f"Repository({self.store.url!r}, id={self.id}, read_only={self._read_only})"
 
     @classmethod
-    def create(
-        cls, url: str | os.PathLike[str], *, exist_ok: bool = True, single_writer: bool = False
-    ) -> Repository:
+    def create(cls, url: str | os.PathLike[str], *, single_writer: bool = False) -> Repository:
         """Create a repository, or open the existing one.
 
         The store of a new root that is not a local directory is probed first: see
         `shardkit.stores.remote.probing.probe`.
         """
         store = open_store(url)
-        created = False
         # A store may ignore put-if-absent, so an existing identity is looked for before one is put.
         if isinstance(store, LocalStore) or store.head(IDENTITY_NAME) is None:
             if single_writer:
@@ -123,9 +120,7 @@ class Repository:
                 check_root_is_not_lost(store)
                 check_vacant(store.url, "dataset")
             features = (SINGLE_WRITER,) if single_writer else ()
-            created = store.put_new(IDENTITY_NAME, first_identity(store, features).to_bytes())
-        if not created and not exist_ok:
-            raise UsageError(f"{store.url} holds a repository already; open it, or choose another root")
+            store.put_new(IDENTITY_NAME, first_identity(store, features).to_bytes())
         return cls._open_store(store, read_only=False)
 
     @classmethod

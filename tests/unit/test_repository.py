@@ -83,8 +83,6 @@ def test_create_and_open(tmp_path: Path) -> None:
     assert not (tmp_path / "root").exists(), "looking makes nothing"
     repository = Repository.create(tmp_path / "root")
     assert Repository.create(tmp_path / "root").id == repository.id
-    with pytest.raises(UsageError, match="already"):
-        Repository.create(tmp_path / "root", exist_ok=False)
     assert (repository.head(), repository.log(), repository.refs, repository.tags) == (None, [], {}, {})
     identity = json.loads((tmp_path / "root" / "shardkit.json").read_bytes())
     assert identity.keys() == {"format", "id", "features", "digest"}
