@@ -84,17 +84,6 @@ def read_piece(repository: Repository, expression: str, piece: CostPiece) -> NDA
     return codes
 
 
-def covers(costs: RowCosts, rows: NDArray[np.int64]) -> bool:
-    """Return True if the pieces match shards with these numbers of rows.
-
-    Releases that do not know costs keep the pieces through any change, so they may not match.
-    """
-    ends = np.cumsum([0, *(piece.shards for piece in costs.pieces)])
-    return int(ends[-1]) == len(rows) and all(
-        piece.rows == int(rows[ends[n] : ends[n + 1]].sum()) for n, piece in enumerate(costs.pieces)
-    )
-
-
 def costs_of(dataset: Samples, text: str) -> Costs:
     """Return the cost of each sample of a dataset, at least 1.
 
@@ -102,7 +91,7 @@ def costs_of(dataset: Samples, text: str) -> Costs:
     shards if these have all terms of the expression.
 
     Raises:
-        UsageError: The pieces do not match the shards, or the indexes lack a term.
+        UsageError: The version has no pieces of the expression, and the indexes lack a term.
     """
     formula = CostFormula(text, dataset.schema)
     starts = np.concatenate(([0], np.cumsum(dataset.table.rows)))
@@ -190,13 +179,6 @@ def _pieces(dataset: Samples, expression: str) -> list[tuple[Repository, CostPie
         costs = next((one for one in part.manifest.costs if one.expression == expression), None)
         if costs is None:
             return []
-        sizes = dataset.table.rows[part.first_shard : part.first_shard + part.manifest.shards]
-        if not covers(costs, sizes):
-            url = part.repository.url
-            raise UsageError(
-                f"cost={expression!r}: its pieces are not of the {len(sizes)} shards of {url}, which an older "
-                f"shardkit has changed; run: shardkit rebuild {shell_word(url)} --cost {shell_word(expression)}"
-            )
         found += [(part.repository, piece) for piece in costs.pieces]
     return found
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.dataset.costs import covers, read_piece, write_piece
+from shardkit.dataset.costs import read_piece, write_piece
 from shardkit.dataset.lookups import Entries
 from shardkit.dataset.rows import PublishedShard
 from shardkit.dataset.shard_writing import publish_shard
@@ -216,7 +216,6 @@ class Rewriter:
                     self._pieces(one.pieces, before, functools.partial(self._cost, one.expression)),
                 )
                 for one in manifest.costs
-                if covers(one, before.rows)
             ),
         )
         Manifest.from_bytes(new.to_bytes())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Final, NoReturn
 
@@ -184,7 +184,7 @@ def _refuse_urls(value: object, where: str) -> None:
 
 
 def _check_totals(manifest: Manifest) -> None:
-    """Compare the totals of a root with its pages, strata and lookups."""
+    """Compare the totals of a root with its pages, strata, lookups and costs."""
     if not 0 <= manifest.selected <= manifest.rows:
         _refuse(f"{manifest.selected} of {manifest.rows} rows are selected")
     _check_strata(manifest)
@@ -238,9 +238,15 @@ def _check_lookups(manifest: Manifest) -> None:
     for lookup in manifest.lookups:
         if lookup.field != "key" and lookup.field not in manifest.schema:
             _refuse(f"it has a lookup of {lookup.field!r}, which is no field")
-        covered = sum(piece.shards for piece in lookup.pieces)
-        if covered != manifest.shards or manifest.parts:
-            _refuse(f"its lookup of {lookup.field!r} covers {covered} shards of {manifest.shards}")
+        _check_covered(manifest, lookup.pieces, f"lookup of {lookup.field!r}")
+    for costs in manifest.costs:
+        _check_covered(manifest, costs.pieces, f"cost {costs.expression!r}")
+
+
+def _check_covered(manifest: Manifest, pieces: Sequence[LookupPiece | CostPiece], what: str) -> None:
+    covered = sum(piece.shards for piece in pieces)
+    if covered != manifest.shards or manifest.parts:
+        _refuse(f"its {what} covers {covered} shards of {manifest.shards}")
 
 
 def _check_parts(manifest: Manifest) -> None:

@@ -445,7 +445,7 @@ def check_against(manifest: Manifest, table: ShardTable) -> None:
     """Compare a root with its whole table.
 
     Raises:
-        FormatError: Totals differ, or segments refer to a stratum that is unknown or in the pool.
+        FormatError: Totals or the rows of costs differ, or segments refer to a stratum that is unknown or in the pool.
     """
     rows, selected = stratum_counts(table, len(manifest.strata))
     for number, stratum in enumerate(manifest.strata):
@@ -458,6 +458,13 @@ def check_against(manifest: Manifest, table: ShardTable) -> None:
     for name, total in table.totals.items():
         if total != getattr(manifest, name):
             _contradict(manifest, f"its pages hold {total} {name}, the root says {getattr(manifest, name)}")
+    before = np.concatenate([[0], np.cumsum(table.rows)])
+    for costs in manifest.costs:
+        ends = np.cumsum([0, *(piece.shards for piece in costs.pieces)])
+        if np.diff(before[ends]).tolist() != [piece.rows for piece in costs.pieces]:
+            _contradict(
+                manifest, f"the pieces of cost {costs.expression!r} have other rows than their shards"
+            )
 
 
 def stratum_counts(table: ShardTable, strata: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -14,7 +15,7 @@ import pytest
 from shardkit.documents import encode
 from shardkit.errors import FormatError, SchemaError, UsageError
 from shardkit.formats.schema import Schema
-from shardkit.manifest import Manifest, Stratum, check_against, merge
+from shardkit.manifest import CostPiece, Manifest, RowCosts, Stratum, check_against, merge
 from tests.property.shard_tables import composed, made_up_digest, made_up_table
 
 SCHEMA = Schema.parse({"image": "bytes", "label": "int64"})
@@ -124,6 +125,14 @@ HOSTILE: dict[str, Change] = {
     "a parent that is no digest": lambda d: d.update(parent="main"),
     "build settings that are a list": lambda d: d.update(build=[]),
     "a URL in the build settings": lambda d: d.update(build={"from": "http://x"}),
+    "costs of some shards": lambda d: d.update(
+        costs=[
+            {
+                "expression": "label",
+                "pieces": [{"digest": made_up_digest(1), "size": 1, "shards": d["shards"] - 1, "rows": 1}],
+            }
+        ]
+    ),
     "classes that are numbers": lambda d: d.update(classes=[1, 2]),
     "a very long class": lambda d: d.update(classes=["x" * 10_000]),
 }
@@ -199,6 +208,10 @@ def test_root_and_pages_must_agree() -> None:
     ):
         with pytest.raises(FormatError, match=manifest.id):
             check_against(manifest, other)
+    for more in (0, 1):
+        piece = CostPiece(made_up_digest(1), 1, len(TABLE), int(TABLE.rows.sum()) + more)
+        with pytest.raises(FormatError, match="cost 'label'") if more else contextlib.nullcontext():
+            check_against(small(costs=(RowCosts("label", (piece,)),)), TABLE)
     with pytest.raises(FormatError, match="stratum 2, there are 2"):
         composed(TABLE, [("x",), ("y",)], axes=("a",))
 

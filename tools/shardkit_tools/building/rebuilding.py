@@ -18,7 +18,7 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import About, about_of, check_strata, given_about
 from shardkit.dataset.committing import move_refs
-from shardkit.dataset.costs import covers, parse_costs, put_costs
+from shardkit.dataset.costs import parse_costs, put_costs
 from shardkit.dataset.encoding import CLASS_AXIS
 from shardkit.dataset.lookups import parse_lookup, put_lookups
 from shardkit.errors import UsageError
@@ -91,7 +91,7 @@ def label_again(
         new = msgspec.structs.replace(new, lookups=tuple(held[field] for field in fields))
     if cost is not None:
         texts = parse_costs(cost, manifest.schema)
-        known = {found.expression: found for found in manifest.costs if covers(found, dataset.table.rows)}
+        known = {found.expression: found for found in manifest.costs}
         wanted = [text for text in texts if text not in known]
         costs = put_costs(repository, dataset.reader, dataset.table, manifest.schema, wanted)
         known |= {found.expression: found for found in costs}
