@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,7 @@ from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageE
 from shardkit.extras import shell_word
 from shardkit.formats import Schema
 from shardkit.manifest import (
-    Lookup,
     Manifest,
-    RowCosts,
     ShardRecord,
     ShardTable,
     compose,
@@ -110,6 +108,12 @@ def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[Sh
     numbered = (one._replace(segment_stratum=plan.of_stratum[one.segment_stratum]) for one in shards)
     table = ShardTable.from_records(numbered)
     build = version.build_settings()
+    reader = BlockReader(table, [repository.store], [0], [version.format])
+    fields = [lookup.field for lookup in own.lookups] if own else version.lookups
+    expressions = [costs.expression for costs in own.costs] if own else version.costs
+    about = own.about if own else None
+    if version.about is not None:
+        about = repository.put_object(version.about.to_bytes(), "about").digest
     manifest, pages = compose(
         table,
         base=(base.manifest, base.version.table) if base else None,
@@ -123,7 +127,9 @@ def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[Sh
         build={**own.build, "append": {**build, "rows": len(plan.rows)}} if own else build,
         parent=own.id if own else None,
         adopted=own is not None and own.adopted,
-        **_sidecars(repository, version, table, own),
+        about=about,
+        lookups=put_lookups(repository, reader, table, fields, own.lookups if own else ()),
+        costs=put_costs(repository, reader, table, version.schema, expressions, own.costs if own else ()),
     )
     put_manifest(repository, manifest, pages)
     return MadeVersion(manifest, _put_splits(repository, plan, manifest, table))
@@ -134,29 +140,6 @@ def commit_version(to: Destination, made: MadeVersion) -> Moved:
     wanted = {name: manifest.id for name, manifest in made.splits.items()} | {to.ref: made.manifest.id}
     said = to.message or f"{made.manifest.rows} rows"
     return move_refs(to.repository, wanted, to.expected, message=said, author=to.author)
-
-
-def _sidecars(
-    repository: Repository, version: NewVersion, table: ShardTable, own: Manifest | None
-) -> dict[str, Any]:
-    """Return the manifest's about, look-ups and costs; an append adds new pieces to the base's."""
-    fields = tuple(lookup.field for lookup in own.lookups) if own else version.lookups
-    expressions = tuple(costs.expression for costs in own.costs) if own else version.costs
-    lookups: tuple[Lookup, ...] = ()
-    costs: tuple[RowCosts, ...] = ()
-    if fields or expressions:
-        reader = BlockReader(table, [repository.store], [0], [version.format])
-        lookups = put_lookups(repository, reader, table, fields)
-        costs = put_costs(repository, reader, table, version.schema, expressions)
-    about = own.about if own else None
-    if version.about is not None:
-        about = repository.put_object(version.about.to_bytes(), "about").digest
-    if own is not None:
-        before = {one.field: one.pieces for one in own.lookups}
-        lookups = tuple(Lookup(new.field, before[new.field] + new.pieces) for new in lookups)
-        known = {one.expression: one.pieces for one in own.costs}
-        costs = tuple(RowCosts(new.expression, known[new.expression] + new.pieces) for new in costs)
-    return {"about": about, "lookups": lookups, "costs": costs}
 
 
 def _put_splits(

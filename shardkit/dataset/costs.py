@@ -42,16 +42,21 @@ def parse_costs(text: str | Sequence[str], schema: Schema) -> tuple[str, ...]:
 
 
 def put_costs(
-    repository: Repository, reader: BlockReader, table: ShardTable, schema: Schema, expressions: Sequence[str]
+    repository: Repository,
+    reader: BlockReader,
+    table: ShardTable,
+    schema: Schema,
+    expressions: Sequence[str],
+    before: Sequence[RowCosts] = (),
 ) -> tuple[RowCosts, ...]:
-    """Write the costs of a table's rows as durable pieces, for a manifest to name.
+    """Write the costs of a table's rows as durable pieces, after those of `before`, for a manifest to name.
 
     Sizes and lengths of tar shards come from their indexes; for other terms blocks are read and verified.
     """
-    made = []
+    made, held = [], {costs.expression: costs.pieces for costs in before}
     for text in expressions:
         formula = CostFormula(text, schema)
-        pieces = []
+        pieces = [*held.get(text, ())]
         for first, last in cut_pieces(table.rows, PIECE_ROWS):
             codes = _codes(reader, formula, range(first, last))
             placed = repository.put_object(write_piece(text, last - first, codes), _KIND)

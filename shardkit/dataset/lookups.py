@@ -239,15 +239,19 @@ def _parse_lookup(name: str, schema: Schema) -> tuple[str, bool]:
 
 
 def put_lookups(
-    repository: Repository, reader: BlockReader, table: ShardTable, fields: Sequence[str]
+    repository: Repository,
+    reader: BlockReader,
+    table: ShardTable,
+    fields: Sequence[str],
+    before: Sequence[Lookup] = (),
 ) -> tuple[Lookup, ...]:
-    """Write look-ups of the rows of a table as durable pieces, for a manifest to name.
+    """Write look-ups of the rows of a table as durable pieces, after those of `before`, for a manifest to name.
 
     Shards are read back and verified block by block; for keys, only indexes are read.
     """
-    lookups = []
+    lookups, held = [], {lookup.field: lookup.pieces for lookup in before}
     for field in sorted(fields):
-        pieces = []
+        pieces = [*held.get(field, ())]
         for first, last in cut_pieces(table.rows, PIECE_ROWS):
             entries = _collect(reader, range(first, last), field)
             placed = repository.put_object(entries.to_bytes(field, last - first), "lookup")
