@@ -83,7 +83,7 @@ def store_of_version(store: Store, manifest: Manifest, table: ShardTable) -> Sto
         ):
             store = LocatedStore([Location(name=ROOT_NAME, store=store, domain=store.url)])
     if isinstance(store, LocatedStore) and MIXED not in (manifest.format, manifest.compression):
-        holders = [one.store for one in store.locations if one.holds == "objects"]
+        holders = [one.store for one in store.locations]
         from shardkit.reading.parity.rebuilding import ParityReads  # imported late: few readers need it
 
         parity = ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s)

@@ -258,7 +258,7 @@ class Healer:
     def __init__(self, locations: Sequence[Location], read_events: ReadEvents) -> None:
         # receives each attestation in place of the location, for readers that may not write there
         self.attest: Callable[[Attestation], None] | None = None
-        self._locations = [location for location in locations if location.holds == "objects"]
+        self._locations = locations
         self._read_events = read_events
         self._lock = threading.Lock()
         self._seen: set[tuple[str, str]] = set()

@@ -266,6 +266,6 @@ def _is_here(store: Store, part: str) -> bool:
         return True
     for location in store.locations[1:] if isinstance(store, LocatedStore) else ():
         with contextlib.suppress(ShardkitError):
-            if location.holds == "objects" and location.store.head(name) is not None:
+            if location.store.head(name) is not None:
                 return True
     return False

@@ -19,7 +19,7 @@ from shardkit.errors import (
     UsageError,
 )
 from shardkit.reading.attestations import Attestation, Healer, ReadEvent, ReadEvents
-from shardkit.reading.objects import ROOT_NAME, BlockRequest, Location, block_name
+from shardkit.reading.objects import ROOT_NAME, BlockRequest, Location
 from shardkit.reading.read_path import ReadPath, ReadRequest, ReadSettings
 from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.store import (
@@ -219,34 +219,31 @@ class LocatedStore(StoreAround):
         return parse(data, where)
 
     def _ask_any(self, name: str, ask: Callable[[Store], _Result]) -> _Result:
-        """Ask the root; if it fails, ask the other locations with whole objects."""
+        """Ask the root; if it fails, ask the other locations."""
         try:
             return ask(self.inner)
         except StoreError:
             for location in self.locations[1:]:
-                if location.holds == "objects":
-                    try:
-                        answer = ask(location.store)
-                    except (StoreError, IntegrityError, LookupError):
-                        continue
-                    self.read_events.note("stale_log", location.name, what=name)
-                    return answer
+                try:
+                    answer = ask(location.store)
+                except (StoreError, IntegrityError, LookupError):
+                    continue
+                self.read_events.note("stale_log", location.name, what=name)
+                return answer
             raise
 
 
 def wanted_block(request: BlockRequest) -> ReadRequest:
-    """Return the read request for a block: by range from whole objects, by digest from caches."""
+    """Return the read request for a block."""
 
     def read(location: Location) -> Buffer:
-        if location.holds == "blocks":
-            return location.store.get(block_name(request.sha256), max_bytes=request.length)
         return _read_range(location.store, request.name, request.offset, request.length)
 
     def check(data: Buffer) -> bool:
         return hashlib.sha256(data).digest() == request.sha256
 
     what = f"{request.name} bytes {request.offset} to {request.offset + request.length}"
-    return ReadRequest(what, request.length, read, check, request.name, whole=False)
+    return ReadRequest(what, request.length, read, check, request.name)
 
 
 class _Processes:

@@ -45,8 +45,6 @@ class Location:
         domain: Failure domain, such as a machine, a rack, a bucket or a set of credentials. Copies in one domain
             count as one.
         rank: Locations of lower rank are asked first, and at equal rank the faster one.
-        holds: "objects", a root with whole objects; or "blocks", a neighbour's cache, which has some blocks by digest
-            and where a missing block is not reported.
         heal: Whether bad or missing objects may be replaced there by a good copy.
     """
 
@@ -54,15 +52,10 @@ class Location:
     store: Store
     domain: str = ""
     rank: int = 0
-    holds: Literal["objects", "blocks"] = "objects"
     heal: bool = False
 
     def __post_init__(self) -> None:
         check_location_name(self.name)
-        if self.holds not in ("objects", "blocks"):
-            raise ConfigurationError(
-                f"location {self.name!r} holds {self.holds!r}: expected objects or blocks"
-            )
 
 
 def check_location_name(name: str) -> None:

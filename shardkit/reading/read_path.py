@@ -83,14 +83,13 @@ class ReadRequest(NamedTuple):
     """Returns whether the bytes are right."""
     name: str
     """Name of the object in a root."""
-    whole: bool = True
-    """Whether only locations with whole objects can answer."""
     rebuild: Callable[[], Buffer | None] | None = None
     """Last resort, such as parity: returns the bytes, or None."""
     root_first: bool = False
     """Ask the first location before nearer ones, because copies may be out of date."""
     among: Sequence[str] | None = None
-    """Names of the only locations to ask, in this order. Resting ones are skipped, and a failure is not retried."""
+    """Names of the only locations to ask, in this order. Resting ones are skipped, a failure is not retried, and bytes
+    that a location lacks are no event: the caches of other nodes have some of the blocks."""
 
 
 class _LocationState:
@@ -244,16 +243,13 @@ class ReadPath:
             is_later = request.root_first and known is not self._known[0]
             return known.is_resting, is_later, known.location.rank, typical or 0.0
 
-        able = [known for known in self._known if known.location.holds == "objects" or not request.whole]
-        on = [known for known in able if not known.off]
-        if any(known.location.holds == "objects" for known in on):  # otherwise no location would be left
-            able = on
-        return able if len(able) == 1 else sorted(able, key=nearness)
+        on = [known for known in self._known if not known.off] or self._known
+        return on if len(on) == 1 else sorted(on, key=nearness)
 
     def tune(self, name: str, *, rank: int | None = None, off: bool | None = None) -> None:
         """Change a location's rank, or switch it off or on, from the next read on.
 
-        Switching off has no effect while no other location has whole objects.
+        Switching off has no effect while no other location is on.
         """
         for known in self._known:
             if known.location.name == name:
@@ -321,7 +317,7 @@ class ReadPath:
     def _report_bad(self, request: ReadRequest, bad: dict[str, str]) -> None:
         if self._bad_copy is not None:
             for known in self._known:
-                if known.location.name in bad and known.location.holds == "objects":
+                if known.location.name in bad:
                     self._bad_copy(known.location, request.name, bad[known.location.name])
 
 
@@ -438,7 +434,7 @@ class _Turn:
             self._fail(known, IntegrityError(f"{self._request.what} in {known.location.store.url}: {error}"))
             return None
         except NotFoundError as error:
-            if known.location.holds == "objects":
+            if self._request.among is None:
                 self._path.read_events.note("missing", name, what=self._request.what)
                 self.bad[name] = "missing"
             self._fail(known, error)
@@ -454,7 +450,7 @@ class _Turn:
         """Record a location's error and start the next location."""
         self._problems[known.location.name] = error
         if self._left and time.monotonic() < self._deadline:
-            if known.location.holds == "objects":
+            if self._request.among is None:
                 self._path.read_events.note(
                     "failovers", known.location.name, what=self._request.what, reason=str(error)
                 )

@@ -268,8 +268,7 @@ def _check_url(name: str, url: str) -> None:
         raise UsageError(f"location {name!r}: {error}") from None
     if scheme in ("http", "https"):
         raise ConfigurationError(
-            f"location {name!r}: a cache that is served holds blocks, not objects; give it to the reader "
-            "(locations=), not to the root"
+            f"location {name!r}: {scheme} servers take no copies; give it to readers (locations=), not to the root"
         )
 
 

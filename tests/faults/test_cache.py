@@ -25,7 +25,7 @@ import pytest
 
 from shardkit.documents import xxh3
 from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageError
-from shardkit.reading.attestations import ReadEvent
+from shardkit.reading.attestations import ReadEvent, ReadEvents
 from shardkit.reading.cache.block_cache import BlockCache, filesystem_of, is_network
 from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
 from shardkit.reading.cache.serving import CacheServer
@@ -426,31 +426,20 @@ class TestServing:
         thread.join()
 
     def test_blocks_come_from_the_neighbour(self, cache: BlockCache, server: CacheServer) -> None:
-        (held, data), (lacking, other) = block_of(1), block_of(2)
+        (held, data), (lacking, _) = block_of(1), block_of(2)
         cache.fetch(held, lambda: data)
-        source = MemoryStore()
-        source.put_new("objects/x", other)
-        neighbour = Location(name="neighbour", store=CacheClient(server.url), rank=-1, holds="blocks")
-        store = LocatedStore(
-            [Location(name="a", store=source), neighbour], settings=ReadSettings(deadline_s=10)
-        )
-        assert store.read_block(held) == data
-        assert store.read_block(lacking) == other
-        stats = store.read_events.stats()
-        assert (stats["bytes_from_neighbour"], stats["bytes_from_a"]) == (len(data), len(other))
+        nearby = NearbyCaches([server.url], lambda _: [0], events := ReadEvents())
+        assert nearby.read(held) == data
+        assert nearby.read(lacking) is None
+        stats = events.stats()
+        assert stats["bytes_from_neighbour-0"] == len(data)
         assert stats["remote_missing"] == 0, "what a neighbour lacks is nothing to report"
 
     def test_a_lying_neighbour_harms_nobody(self, cache: BlockCache, server: CacheServer) -> None:
         request, data = block_of(1)
         cache.fetch(request, lambda: data)
         Path(cache.path, block_name(request.sha256)).write_bytes(bytes(len(data)))
-        source = MemoryStore()
-        source.put_new("objects/x", data)
-        neighbour = Location(name="neighbour", store=CacheClient(server.url), rank=-1, holds="blocks")
-        store = LocatedStore(
-            [Location(name="a", store=source), neighbour], settings=ReadSettings(deadline_s=10)
-        )
-        assert store.read_block(request) == data
+        assert NearbyCaches([server.url], lambda _: [0], ReadEvents()).read(request) is None
 
     @pytest.mark.parametrize("size", ["-1", "-99999999999", "1e3", "", "+5", "9" * 30])
     def test_a_size_that_is_none_is_the_neighbours_failure(self, size: str) -> None:
@@ -472,11 +461,7 @@ class TestServing:
             client = CacheClient(f"http://127.0.0.1:{listening.getsockname()[1]}")
             with pytest.raises(StoreError, match=r"Content-Length|no answer"):
                 client.get(block_name(request.sha256), max_bytes=len(data))
-            source = MemoryStore()
-            source.put_new("objects/x", data)
-            neighbour = Location(name="neighbour", store=client, rank=-1, holds="blocks")
-            store = LocatedStore([Location(name="a", store=source), neighbour])
-            assert store.read_block(request) == data
+            assert NearbyCaches([client.url], lambda _: [0], ReadEvents()).read(request) is None
             listening.shutdown(socket.SHUT_RDWR)
             answering.join()
 

@@ -18,7 +18,7 @@ from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.cache.eviction import Future
 from shardkit.reading.located_store import LocatedStore, wanted_block
-from shardkit.reading.objects import BlockRequest, Location
+from shardkit.reading.objects import BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadPath, ReadSettings
 from shardkit.stores.remote.cache_client import CacheClient
 
@@ -257,7 +257,7 @@ class NearbyCaches:
         self._names = [f"neighbour-{number}" for number in range(len(urls))]
         self._holders = holders
         self._path = ReadPath(
-            [Location(name=name, store=CacheClient(url), domain=url, holds="blocks")
+            [Location(name=name, store=CacheClient(url), domain=url)
              for name, url in zip(self._names, urls, strict=True)],
             settings=_SETTINGS, read_events=read_events,
         )  # fmt: skip
@@ -267,8 +267,12 @@ class NearbyCaches:
         among = [self._names[number] for number in self._holders(request)]
         if not among:
             return None
+
+        def read(location: Location) -> Buffer:
+            return location.store.get(block_name(request.sha256), max_bytes=request.length)
+
         try:
-            return self._path.fetch(wanted_block(request)._replace(among=among))
+            return self._path.fetch(wanted_block(request)._replace(read=read, among=among))
         except ShardkitError:
             return None
 
