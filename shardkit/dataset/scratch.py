@@ -31,7 +31,7 @@ from shardkit.errors import IntegrityError, StoreError, UsageError
 from shardkit.formats import RowBlock, Schema, generated_key, generated_keys
 from shardkit.formats.arrow_message import END_OF_STREAM
 from shardkit.formats.arrow_writing import index_array
-from shardkit.formats.block import PayloadColumn, payload_column
+from shardkit.formats.block import payload_column
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import (
     FOLDER,
@@ -413,22 +413,17 @@ class SpooledRows:
         self._places = places  # position of each row in it
         self._ordinal = ordinal
 
-    def _columns(self, rows: Any) -> list[PayloadColumn]:
-        return [payload_column(kind, rows.column(n)) for n, kind in enumerate(self._schema.values())]
-
     def block(
         self,
         start: int,
         stop: int,
         stratum: NDArray[np.int32] | None = None,
         *,
-        payloads: bool = True,
         ends: Sequence[int] = (),
     ) -> RowBlock:
         """Return rows ``start`` … ``stop`` − 1 with the stratum of each, if given.
 
-        `ends`, counted from `start`, are the ends of their blocks if there are several. Without `payloads`
-        there are no columns.
+        `ends`, counted from `start`, are the ends of their blocks if there are several.
         """
         # Not all rows at once: touching memory for the first time costs more than a copy.
         rows = self._rows.take(index_array(self._places[start:stop]))
@@ -436,7 +431,7 @@ class SpooledRows:
         names = sources.dictionary_encode()
         return RowBlock(
             keys=_block_keys(keys, self._ordinal[start:stop].tolist()),
-            columns=self._columns(rows) if payloads else [],
+            columns=[payload_column(kind, rows.column(n)) for n, kind in enumerate(self._schema.values())],
             originals=[
                 (place, text.decode("utf-8", "surrogatepass"))
                 for place, text in enumerate(
@@ -467,7 +462,7 @@ def describe_row(rows: Rows, reader: ScratchReader | None, place: int, first_ord
         return f"row {place}"
     ordinal = first_ordinal + place
     held = reader.read(rows.records[place : place + 1], np.array([ordinal]))
-    block = held.block(0, 1, payloads=False)
+    block = held.block(0, 1)
     name = f"sample {dict(block.originals).get(0, block.keys[0])!r}"
     if not block.source_names or block.source_row is None:
         return f"{name} (number {ordinal})"
