@@ -371,15 +371,16 @@ def numbers_of(array: Any, absent: int) -> NDArray[Any]:
     return np.where(array.is_valid().to_numpy(zero_copy_only=False), numbers, absent)
 
 
-def _optional_texts(kind: Any, values: Sequence[str | None], count: int) -> Any:
-    """Return texts as an Arrow array; None becomes null, and no texts `count` nulls.
+def _optional_texts(kind: str, values: Sequence[str | None], count: int) -> Any:
+    """Return texts as an Arrow array of a type such as "str"; None becomes null, and no texts `count` nulls.
 
-    Arrow would refuse names of files that are not UTF-8, which Python reads as surrogates.
+    `pyarrow.array` would import pandas if it is installed.
     """
     if not values:
-        return pa.nulls(count, kind)
-    data = [None if value is None else value.encode("utf-8", "surrogatepass") for value in values]
-    return pa.array(data, pa.large_binary()).view(kind)
+        return pa.nulls(count, arrow_type(FieldType(kind)))
+    presence = [b"\0" if value is None else b"\1" for value in values]
+    payloads = [b"" if value is None else value.encode("utf-8", "surrogatepass") for value in values]
+    return arrow_array(FieldType(kind, optional=True), payloads, "origin", presence)
 
 
 @lru_cache(maxsize=16)
@@ -409,13 +410,21 @@ def spool_batch(
         source_rows: (n,) number in the file; -1 for a row without a source.
     """
     stored = zip(schema.stored.items(), columns, strict=True)
-    arrays = [arrow_array(_kind(kind), column, name) for (name, kind), column in stored]
+    arrays = [spool_array(kind, column, name) for (name, kind), column in stored]
     known = source_rows >= 0
     names = [name if is_known else None for name, is_known in zip(source_names, known.tolist(), strict=True)]
-    texts = zip(_ORIGIN, (keys, originals, names), strict=False)
-    origin = [_optional_texts(kind, column, len(known)) for (_, kind), column in texts]
-    numbers = pa.array(source_rows, pa.int64(), mask=~known)
+    texts = (("str", keys), ("bytes", originals), ("str", names))
+    origin = [_optional_texts(kind, column, len(known)) for kind, column in texts]
+    valid = pa.py_buffer(np.packbits(known, bitorder="little"))
+    numbers = pa.Array.from_buffers(
+        pa.int64(), len(known), [valid, pa.py_buffer(np.ascontiguousarray(source_rows, np.int64))]
+    )
     return pa.RecordBatch.from_arrays([*arrays, *origin, numbers], schema=spool_schema(schema))
+
+
+def spool_array(kind: FieldType, payloads: PayloadColumn, name: str) -> Any:
+    """Return the payloads of a stored column as a scratch array; joined payloads share its memory."""
+    return arrow_array(_kind(kind), payloads, name)
 
 
 def _kind(kind: FieldType) -> FieldType:

@@ -305,7 +305,7 @@ def _bool_bytes(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPayloa
 
 
 def payload_column(kind: FieldType, array: Any) -> NDArray[np.uint8] | JoinedPayloads:
-    """Return the payloads of an array of a scratch batch, as a view of its memory."""
+    """Return the payloads of an array made by `spool_array`, as a view of its memory."""
     rows = len(array)
     width = kind.numpy_dtype.itemsize
     if kind.item_bytes is not None:

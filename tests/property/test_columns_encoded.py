@@ -18,7 +18,7 @@ from shardkit.dataset.encoding import (
     RowEncoder,
     RowOrigin,
     sample_batch,
-    spool_batch,
+    spool_array,
 )
 from shardkit.dataset.layout import split_value
 from shardkit.dataset.scratch import PartFiles, RowSpool, ScratchReader
@@ -77,17 +77,9 @@ def test_record_batches_hold_the_payloads_of_the_samples(
     ):
         columns = [payloads_of(column) for column in stored_columns(schema, one)]
         assert list(zip(*[map(bytes, column) for column in columns], strict=True)) == expected
-        spooled_batch = spool_batch(
-            schema,
-            stored_columns(schema, one),
-            keys=(),
-            originals=(),
-            source_names=[""] * len(one),
-            source_rows=np.full(len(one), -1),
-        )
         spooled = [
-            payload_column(kind, column[:])
-            for kind, column in zip(schema.stored.values(), spooled_batch.columns, strict=False)
+            payload_column(kind, spool_array(kind, column, name)[:])
+            for (name, kind), column in zip(schema.stored.items(), stored_columns(schema, one), strict=True)
         ]
         assert list(zip(*[map(bytes, payloads_of(one)) for one in spooled], strict=True)) == expected
 
