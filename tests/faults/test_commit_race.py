@@ -21,10 +21,10 @@ import shardkit
 from shardkit.errors import CommitConflict, CommitUnknown, StoreError
 from shardkit.repository.log import LogEntry
 from shardkit.repository.repository import Repository
-from tests.drills import drill_count
+from tests.drills import drill_cases, drill_count
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.google import google_environment, google_server
-from tests.servers.object_stores import localstack, s3_environment
+from tests.servers.object_stores import localstack, moto, s3_environment
 
 # ---- Many processes commit to one root at once: no commit is lost, none lands twice, the chain holds
 
@@ -197,14 +197,18 @@ class Server(NamedTuple):
     environment: Callable[[str], dict[str, str]]
 
 
-@pytest.fixture(scope="module", params=["localstack", "google"])
+@pytest.fixture(scope="module", params=drill_cases(["moto", "google", "localstack"], [0, 1]))
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if request.param == "google":
         with google_server(BUCKET) as served:
             yield Server("gs", served.endpoint, google_environment)
             assert served.refused == [], "all that was asked is known"
         return
-    with localstack(tmp_path_factory.mktemp("localstack"), BUCKET) as endpoint:
+    with (
+        localstack(tmp_path_factory.mktemp("localstack"), BUCKET)
+        if request.param == "localstack"
+        else moto(BUCKET)
+    ) as endpoint:
         yield Server("s3", endpoint, s3_environment)
 
 

@@ -26,7 +26,7 @@ from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.importers.source_kinds import list_source
 from shardkit_tools.main import run
-from tests.drills import drill_count
+from tests.drills import DRILLS, drill_count
 from tests.faults.killed_operations import KilledOperations, run_in_child
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import (
@@ -359,28 +359,29 @@ def test_scrub_audits_tars_in_a_bucket_without_reading_them(
 @pytest.mark.drill
 @pytest.mark.slow
 def test_killed_adoptions_from_s3_into_s3_go_on(
-    tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: str, tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On LocalStack, whose checksums are audited: killed at changes of scratch, then to the end: one id."""
-    with localstack(tmp_path / "localstack", BUCKET) as endpoint:
+    """Killed at changes of scratch, then to the end: one id. Drills are on LocalStack, whose checksums are audited."""
+    place = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    with (
+        localstack(tmp_path / "localstack", BUCKET) if DRILLS else contextlib.nullcontext(server) as endpoint
+    ):
         for name, value in s3_environment(endpoint).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(adoption_module, "_GROUP_FILES", 1)  # so that work is done before a kill
-        theirs = f"s3://{BUCKET}/theirs"
+        theirs = f"{place}/theirs"
         for number in range(12):
             put(endpoint, f"{theirs}/{number:02d}.tar", tars[number % 3] + bytes(512 * number))
-        _kill_and_go_on(theirs, tmp_path)
+        _kill_and_go_on(place, theirs, tmp_path)
 
 
-def _kill_and_go_on(theirs: str, tmp_path: Path) -> None:
+def _kill_and_go_on(place: str, theirs: str, tmp_path: Path) -> None:
     counting, moments, killed, reused = KilledOperations(0), random.Random(5), 0, 0
 
     def run(root: str, operations: KilledOperations) -> Any:
         (tmp_path / root).mkdir(exist_ok=True)
         with substituted(operations):  # of scratch, which is on the disk
-            return adopt(
-                [theirs], f"s3://{BUCKET}/{root}", block_size="8KiB", jobs=1, scratch=tmp_path / root
-            )
+            return adopt([theirs], f"{place}/{root}", block_size="8KiB", jobs=1, scratch=tmp_path / root)
 
     whole = run("whole", counting).manifest
     assert whole is not None
@@ -393,7 +394,7 @@ def _kill_and_go_on(theirs: str, tmp_path: Path) -> None:
         result = run(turn, KilledOperations(0))
         assert result.manifest == whole
         reused += result.reused
-        root = f"s3://{BUCKET}/{turn}"
+        root = f"{place}/{turn}"
         assert verify(root, level="stored").exit_code == 0, "by checksums and ETags alone"
         assert verify(root, level="read").exit_code == 0
     assert killed
