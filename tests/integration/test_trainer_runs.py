@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from shardkit_trainer import load_configuration
 from shardkit_trainer.run_directory import RunDirectory
 from shardkit_trainer.training import train
 from tests.drills import drill_cases
+from tests.integration.forked import OUTPUT, Forked, become_command
 from tests.integration.histogram_runs import BATCH, STEPS, check_histogram, histogram_settings, starts
 
 SETTINGS = {
@@ -177,26 +177,19 @@ def test_torn_lines_are_closed_and_skipped(tmp_path: Path) -> None:
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run_example(name: str, *settings: str, nproc: int) -> str:
+def run_example(folder: Path, name: str, *settings: str) -> str:
     """The output of ``shardkit train`` on an example."""
-    command = [
-        sys.executable,
-        "-m",
-        "shardkit_tools",
-        "train",
-        str(EXAMPLES / name),
-        *settings,
-        "--nproc",
-        str(nproc),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    environment = {**os.environ, OUTPUT: str(folder / "said")}
+    command = ["train", str(EXAMPLES / name), f"run.directory={folder / 'run'}", *settings]
+    code = Forked(become_command, command, environment=environment).wait(900)
+    out, err = ((folder / f"said.{kind}").read_text() for kind in ("out", "err"))
+    assert code == 0, out + err
+    return out
 
 
 def test_the_digits_example_learns(tmp_path: Path, digits: dict[str, str]) -> None:
-    settings = (f"run.directory={tmp_path / 'run'}", f"data.dataset={digits['train']}", "run.epochs=6")
-    output = run_example("digits.toml", *settings, f"evaluation.dataset={digits['val']}", nproc=1)
+    settings = (f"data.dataset={digits['train']}", f"evaluation.dataset={digits['val']}", "run.epochs=6")
+    output = run_example(tmp_path, "digits.toml", *settings)
     assert "over 360 samples" in output
     accuracy = float(evaluation_line(output).partition("accuracy ")[2].split()[0])
     assert accuracy > 95.0
@@ -215,9 +208,7 @@ def test_the_language_example_learns(tmp_path: Path) -> None:
                     writer.add({"text": text[at : at + 1000], "package": package})
     smaller = ["model.width=64", "model.layers=2", "model.context=64", "data.global_batch=16"]
     quick = [*smaller, "run.steps=60", "log.every=10"]
-    output = run_example(
-        "stdlib_gpt.toml", f"run.directory={tmp_path / 'run'}", f"data.dataset={root}", *quick, nproc=2
-    )
+    output = run_example(tmp_path, "stdlib_gpt.toml", f"data.dataset={root}", *quick)
     losses = [line["loss"] for line in read_documents(tmp_path / "run" / "metrics" / "train.jsonl")]
     assert len(losses) == 60
     assert losses[0] > 5.0
