@@ -249,7 +249,7 @@ _OWN_DIGEST: Final = re.compile(rb'"digest":"(sha256:[0-9a-f]{64})",')
 _MOST_DIGESTS: Final = 4  # matches tried in one document; a valid one has one
 
 
-def seal(document: Document) -> bytes:
+def seal(document: msgspec.Struct) -> bytes:
     """Return the canonical bytes of a document with their SHA-256 added as the field ``digest``."""
     body = msgspec.to_builtins(document, enc_hook=_plain)
     return _encoder.encode({**body, "digest": sha256_digest(encode(document))})
@@ -269,7 +269,7 @@ def unseal(kind: type[T], data: bytes, where: str, *, max_bytes: int) -> T:
         body = data[: match.start()] + data[match.end() :]
         if (content := sha256_digest(body)) == match[1].decode("ascii"):
             document = decode(kind, body, where, max_bytes=max_bytes)
-            if seal(document) != data:  # type: ignore[arg-type]
+            if seal(document) != data:
                 raise FormatError(f"{where}: its digest is not where it belongs; do not trust it")
             return document
         found = f"its digest is {match[1].decode('ascii')}, its content has {content}"

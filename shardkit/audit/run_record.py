@@ -209,11 +209,11 @@ def _read_ledger(run: RunRecord) -> None:
         folder = run.path / "ledger"
         with contextlib.suppress(ShardkitError):  # the whole files tell what is missing
             run.records = run.branch = parse_records(read_file(folder / "steps", _MAX_FILE) or b"")
-            run.events = list(parse_events(read_file(folder / "events", _MAX_FILE) or b""))
+            run.events = [one for one, _ in parse_events(read_file(folder / "events", _MAX_FILE) or b"")]
         _find_sequence(run, run.records)
         _find_damage(run)
         return
-    settled = {name: (at, check) for name, (at, check, *_) in ledger.state.journals.items()}
+    settled = {name: (place.end, int(place.check, 16)) for name, place in ledger.state.journals.items()}
     merge = None
     try:
         merge = Merge(ledger)

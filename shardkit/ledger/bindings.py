@@ -456,12 +456,12 @@ def _prune(merge: Merge) -> None:
     newest: dict[int, str] = {}
     for source in merge.sources:
         newest[source.header.rank] = max(newest.get(source.header.rank, ""), source.name)
-    excess = sum(source.settled[0] for source in merge.sources) - KEEP_BYTES
+    excess = sum(source.end for source in merge.sources) - KEEP_BYTES
     for source in sorted(merge.sources, key=lambda one: one.header.started):
         if excess <= 0:
             return
         if source.name != newest[source.header.rank] and _remove(source):
-            excess -= source.settled[0]
+            excess -= source.end
 
 
 def _remove(source: Source) -> bool:
@@ -470,7 +470,7 @@ def _remove(source: Source) -> bool:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_size == source.settled[0]:
+            if os.fstat(descriptor).st_size == source.end:
                 os.unlink(path)
                 return True
         except BlockingIOError:

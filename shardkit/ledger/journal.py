@@ -276,10 +276,11 @@ class Entry(NamedTuple):
     end: int  # offset of the first byte after the entry
     check: int  # checksum of the entry, the seed of the next entry's
 
-    def cells(self) -> tuple[bytes, bytes, bytes]:
-        """Return (lanes, rows, digests) of a CELLS entry, packed."""
+    def cells(self) -> tuple[tuple[int, ...], tuple[int, ...], bytes]:
+        """Return (lanes, rows, digests) of a CELLS entry; the digests are packed."""
         count = len(self.body) // CELL_BYTES
-        return self.body[: 4 * count], self.body[4 * count : 8 * count], self.body[8 * count :]
+        numbers = struct.unpack_from(f"<{2 * count}I", self.body)
+        return numbers[:count], numbers[count:], self.body[8 * count :]
 
     def losses(self) -> tuple[int, bytes]:
         """Return (place of the first row, float32 losses, packed) of a LOSSES entry."""
@@ -401,16 +402,8 @@ def read_journal(path: Path) -> Iterator[CellRecord]:
     for entry in JournalFile(path).entries():
         if entry.kind == CELLS:
             lanes, rows, digests = entry.cells()
-            numbers = zip(
-                unpack_numbers(lanes), unpack_numbers(rows), range(0, len(digests), 16), strict=True
-            )
-            for lane, count, at in numbers:
+            for lane, count, at in zip(lanes, rows, range(0, len(digests), 16), strict=True):
                 yield CellRecord(entry.step, lane, count, digests[at : at + 16].hex())
-
-
-def unpack_numbers(packed: bytes) -> tuple[int, ...]:
-    """Unpack little-endian u32 numbers."""
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
 def _entry(data: memoryview, offset: int, check: int) -> Entry | None:

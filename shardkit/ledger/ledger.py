@@ -14,16 +14,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import xxhash
-from msgspec import Struct
 from numpy.typing import NDArray
 
-from shardkit.documents import convert, decode_plain, encode, sha256_digest
+from shardkit.documents import decode_plain, encode
 from shardkit.errors import FormatError, IntegrityError
-from shardkit.ledger.events import Count, check_event
+from shardkit.ledger.events import check_event
 from shardkit.ledger.files import read_file, replace, write
+from shardkit.ledger.state import MAX_STATE, LedgerState
 from shardkit.stores.file_operations import explained
 
 
@@ -51,11 +50,21 @@ class Ledger:
         self._lock = self._take_lock() if writing else -1
         try:
             self.state = self._load_state(writing)
+            self._committed = self._sizes()
             self._check_sizes(writing)
-            self.steps, self.events = self.state.frontiers()
-            self._committed = self.state.sizes
             self._new = {name: bytearray() for name in self._committed}
-            self._documents = list(parse_events(self._read("events")))
+            state = self.state
+            self.steps = Frontier(state.next_step - state.first, state.peaks)
+            self.events = Frontier(state.events, state.events_peaks)
+            # checksums of the last records, with which the next ones continue
+            ends = {name: self._committed[name] - _CHECK.size for name in ("steps", "losses")}
+            self._checks = {
+                name: int.from_bytes(self._read(name, end), "little") if end > 0 else 0
+                for name, end in ends.items()
+            }
+            lines = list(parse_events(self._read("events")))
+            self._checks["events"] = lines[-1][1] if lines else 0
+            self._documents = [document for document, _ in lines]
         except BaseException:
             self.close()
             raise
@@ -128,7 +137,7 @@ class Ledger:
             state.branch = [(step, state.records)]
         if step == self.head_step:
             self._kept = step, Frontier(self.steps.size, self.steps.peaks)
-        record, state.check = encode_record(step, rows, plan, digest, state.check)
+        record, self._checks["steps"] = encode_record(step, rows, plan, digest, self._checks["steps"])
         self._new["steps"] += record if state.records else STEPS_MAGIC + record
         state.records += 1
         self.steps.append(leaf_hash(digest))
@@ -142,7 +151,7 @@ class Ledger:
 
     def add_event(self, document: dict[str, Any]) -> None:
         check_event(document, "ledger/events")
-        line, self.state.events_check = encode_line(document, self.state.events_check)
+        line, self._checks["events"] = encode_line(document, self._checks["events"])
         self._new["events"] += line
         self.events.append(leaf_hash(line[17:-1]))
         self._documents.append(decode_plain(line[17:-1], max_bytes=_MAX_LINE))
@@ -152,25 +161,25 @@ class Ledger:
         state, count = self.state, len(values) // 4
         total = float(np.frombuffer(values, "<f4").sum(dtype=np.float64))
         body = _LOSS_BODY.pack(step, total, plan, place, count)
-        state.losses_check = loss_check(body, values, state.losses_check)
-        self._new["losses"] += body + _CHECK.pack(state.losses_check)
+        check = self._checks["losses"] = loss_check(body, values, self._checks["losses"])
+        self._new["losses"] += body + _CHECK.pack(check)
         self._new["loss_values"] += values
         state.losses, state.loss_values = state.losses + 1, state.loss_values + count
 
     def commit(self) -> None:
         """Commit what was appended durably and atomically, by replacing `state.json`."""
         state = self.state
-        state.peaks = [peak.hex() for peak in self.steps.peaks]
-        state.events, state.events_peaks = self.events.size, [peak.hex() for peak in self.events.peaks]
+        state.peaks, state.events, state.events_peaks = self.steps.peaks, self.events.size, self.events.peaks
         state.events_bytes += len(self._new["events"])
-        if read_file(self.directory / "state.json", _MAX_STATE) == state.to_bytes():
+        encoded = state.to_bytes()
+        if read_file(self.directory / "state.json", MAX_STATE) == encoded:
             return
         with explained(f"write {self.directory}", writing=True):
             for name, data in self._new.items():
                 if data:
                     write(self.directory / name, bytes(data), os.O_APPEND)
-            replace(self.directory / "state.json", state.to_bytes())
-        self._committed = state.sizes
+            replace(self.directory / "state.json", encoded)
+        self._committed = self._sizes()
         self._new = {name: bytearray() for name in self._committed}
 
     def close(self) -> None:
@@ -194,7 +203,7 @@ class Ledger:
             return descriptor
 
     def _load_state(self, writing: bool) -> LedgerState:
-        data = read_file(self.directory / "state.json", _MAX_STATE)
+        data = read_file(self.directory / "state.json", MAX_STATE)
         if data is not None:
             return LedgerState.from_bytes(data)
         if any(read_file(self.directory / name, _MAX_FILE, size=1) for name in ("steps", "events")):
@@ -208,8 +217,18 @@ class Ledger:
                 replace(self.directory / "state.json", state.to_bytes())
         return state
 
+    def _sizes(self) -> dict[str, int]:
+        """Return the committed sizes of the files in bytes, by name."""
+        state = self.state
+        return {
+            "steps": len(STEPS_MAGIC) + RECORD_BYTES * state.records if state.records else 0,
+            "events": state.events_bytes,
+            "losses": LOSS_RECORD.itemsize * state.losses,
+            "loss_values": 4 * state.loss_values,
+        }
+
     def _check_sizes(self, writing: bool) -> None:
-        for name, size in self.state.sizes.items():
+        for name, size in self._committed.items():
             path = self.directory / name
             found = path.stat().st_size if path.exists() else 0
             if found < size:
@@ -234,7 +253,6 @@ RECORD_BYTES: Final = RECORD.itemsize
 
 _MAX_LINE: Final = 1 << 26
 _MAX_FILE: Final = 1 << 33
-_MAX_STATE: Final = 1 << 28
 LOSS_RECORD: Final = np.dtype(
     [("step", "<i8"), ("total", "<f8"), ("plan", "<u4"), ("place", "<u4"), ("count", "<u4"), ("check", "<u8")]
 )
@@ -323,100 +341,11 @@ def parse_lines(data: bytes, name: str) -> Iterator[tuple[dict[str, Any], int]]:
         yield document, check
 
 
-def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the validated events of the file `events`, skipping an incomplete last line."""
-    for number, (document, _) in enumerate(parse_lines(data, "ledger/events"), 1):
+def parse_events(data: bytes) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield (validated event, checksum) of each line of the file `events`, skipping an incomplete last line."""
+    for number, (document, check) in enumerate(parse_lines(data, "ledger/events"), 1):
         check_event(document, f"ledger/events line {number}")
-        yield document
-
-
-class StartState(Struct):
-    """The newest start of the run; its event follows with its first entry."""
-
-    number: int = -1  # number of the start, counted from 0
-    # plan digest, number of ranks and number of workers, common to all attempts of the start
-    shape: list[str | int] = []
-    lanes: int = 0  # number of lanes of the plan
-    members: list[list[int]] = []  # (rank, worker) of each attempt of the start
-    reached: list[int] = []  # for each start, the step after the highest recorded step
-
-
-class LedgerState(Struct):
-    """Contents of `state.json`: the committed sizes, and what a merge needs that records and events do not say."""
-
-    records: Count = 0  # number of step records in `steps`, including abandoned branches
-    check: int = 0  # checksum of the last step record
-    # (step, record) pairs; in the current branch, the steps from `step` on are stored from `record` on
-    branch: list[tuple[Count, Count]] = []
-    peaks: list[str] = []  # peaks of the tree of steps, in hex
-    events: Count = 0  # number of events
-    events_bytes: Count = 0  # committed bytes of `events`
-    events_check: int = 0  # checksum of the last event
-    events_peaks: list[str] = []  # peaks of the tree of events, in hex
-    losses: Count = 0  # number of records of losses
-    losses_check: int = 0  # checksum of the last of them
-    loss_values: Count = 0  # number of losses in them
-    # file name → (end offset and checksum of the last merged entry, number of steps that its rank had repeated by then,
-    # number of the start, end offset of the last merged event or entry of losses)
-    journals: dict[str, tuple[int, int, int, int, int]] = {}
-    start: StartState = msgspec.field(default_factory=StartState)  # the newest start of the run
-
-    @property
-    def first(self) -> int:
-        """Step of the first leaf of the tree of steps."""
-        return self.branch[0][0] if self.branch else 0
-
-    @property
-    def next_step(self) -> int:
-        """The step after the last leaf, to which the last record belongs."""
-        return self.branch[-1][0] + self.records - self.branch[-1][1] if self.branch else 0
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Committed sizes of the files in bytes, by name."""
-        return {
-            "steps": len(STEPS_MAGIC) + RECORD_BYTES * self.records if self.records else 0,
-            "events": self.events_bytes,
-            "losses": LOSS_RECORD.itemsize * self.losses,
-            "loss_values": 4 * self.loss_values,
-        }
-
-    def frontiers(self) -> tuple[Frontier, Frontier]:
-        """Return the frontiers of the trees of steps and events."""
-        steps, events = (map(bytes.fromhex, peaks) for peaks in (self.peaks, self.events_peaks))
-        return Frontier(self.next_step - self.first, steps), Frontier(self.events, events)
-
-    def to_bytes(self) -> bytes:
-        """Encode as canonical JSON with its digest. Checksums are hex text, since they may exceed int64."""
-        body = msgspec.to_builtins(self)
-        body |= {name: f"{value:016x}" for name, value in body.items() if name.endswith("check")}
-        body["journals"] = {
-            name: [at, f"{check:016x}", *rest] for name, (at, check, *rest) in self.journals.items()
-        }
-        document = {"format": "shardkit-ledger/1", "state": body, "digest": sha256_digest(encode(body))}
-        return encode(document) + b"\n"
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> LedgerState:
-        """Decode and validate the contents of `state.json`."""
-        try:
-            document = decode_plain(data.rstrip(b"\n"), max_bytes=_MAX_STATE)
-            body = dict(document["state"])
-            if document["format"] != "shardkit-ledger/1" or document["digest"] != sha256_digest(encode(body)):
-                raise FormatError("its digest does not fit")
-            numbers = {name: int(value, 16) for name, value in body.items() if name.endswith("check")}
-            journals = {
-                name: [at, int(check, 16), *rest] for name, (at, check, *rest) in body["journals"].items()
-            }
-            state = convert(cls, body | numbers | {"journals": journals}, "its contents")
-            ends = [*(step for step, _ in state.branch[1:]), state.next_step]
-            for (step, record), end in zip(state.branch, ends, strict=False):
-                if not 0 <= end - step <= state.records - record:
-                    raise FormatError("its branch is not in the records")
-            state.frontiers()
-        except (FormatError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise IntegrityError(f"ledger/state.json is damaged: {error}; restore it from a copy") from error
-        return state
+        yield document, check
 
 
 # ---- Merkle trees of RFC 6962 §2.1 (unchanged in RFC 9162 §2.1), so that other libraries can verify their proofs

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from shardkit.documents import convert
 from shardkit.errors import FormatError
 from shardkit.ledger.events import PlanFacts, journaled_event
 from shardkit.ledger.journal import (
+    CELLS,
     EVENT,
     LOSSES,
     META,
@@ -24,16 +25,9 @@ from shardkit.ledger.journal import (
     Header,
     JournalFile,
     journal_paths,
-    unpack_numbers,
 )  # fmt: skip
-from shardkit.ledger.ledger import Ledger, StartState, step_digest
-
-Conflict: TypeAlias = tuple[int, bytes, bytes]
-"""(lane, earlier digest, new digest) of a cell that was recorded twice with different digests."""
-
-
-Place: TypeAlias = tuple[int, int, int]
-"""(offset, checksum, steps that the rank had repeated) between two entries of a journal file."""
+from shardkit.ledger.ledger import Ledger, step_digest
+from shardkit.ledger.state import Conflict, JournalPlace, PendingStep, StartState
 
 
 @dataclass(slots=True)
@@ -43,9 +37,9 @@ class Source:
     file: JournalFile  # the opened file
     header: Header  # header of the file
     start: int  # number of the start that the file belongs to
-    reached: Place  # end of the last entry read
-    told: int = 0  # end offset of the last event or entry of losses in the ledger
-    held: Place | None = None  # beginning of the first entry left for a later merge
+    end: int  # offset of the first byte after the last entry read
+    check: int  # checksum of that entry
+    repeated: int = 0  # number of steps that the rank had repeated by then
 
     @property
     def name(self) -> str:
@@ -55,100 +49,6 @@ class Source:
     def attempt(self) -> tuple[int, int, int]:
         """(start time, rank, worker), which identifies one sequence of files."""
         return self.header.started, self.header.rank, self.header.worker
-
-    @property
-    def settled(self) -> Place:
-        return self.reached if self.held is None else self.held
-
-    def hold(self, place: Place) -> None:
-        """Leave the entry at `place` and all entries after it for a later merge."""
-        self.held = place if self.held is None else min(self.held, place)
-
-
-@dataclass(slots=True)
-class PartialStep:
-    """The cells known so far of one step."""
-
-    step: int  # number of the step
-    lanes: int  # number of lanes of its plan
-    start: int  # number of the start that recorded the cells
-    cells: bytearray = field(init=False)  # cell digests, 16 bytes per lane
-    rows: list[int] = field(init=False)  # number of rows per lane; -1 if the cell is unknown
-    missing: int = field(init=False)  # number of lanes whose cell is unknown
-    # the attempts of ranks that recorded the cells
-    recorded_by: set[tuple[int, int, int]] = field(default_factory=set)
-    parts: dict[bytes, int] = field(default_factory=dict)  # packed lane numbers → rank
-    places: list[tuple[Source, Place]] = field(default_factory=list)  # the journal entries of the cells
-
-    def __post_init__(self) -> None:
-        self.cells, self.rows, self.missing = bytearray(16 * self.lanes), [-1] * self.lanes, self.lanes
-
-    def put(self, entry: Entry, rank: int) -> list[Conflict]:
-        """Add the cells of a journal entry and return the cells whose known digest differed."""
-        packed, packed_rows, digests = entry.cells()
-        lanes, rows = unpack_numbers(packed), unpack_numbers(packed_rows)
-        if not lanes:
-            return []
-        if max(lanes) >= self.lanes:
-            raise FormatError(
-                f"journal: step {self.step} names lane {max(lanes)} of a plan of {self.lanes} lanes"
-            )
-        self.parts[packed] = rank
-        first, last = lanes[0], lanes[-1] + 1
-        if last - first == len(lanes) and all(count < 0 for count in self.rows[first:last]):
-            # the common case: consecutive lanes, first recording
-            self.cells[16 * first : 16 * last] = digests
-            self.rows[first:last] = rows
-            self.missing -= len(lanes)
-            return []
-        conflicts = []
-        for place, lane in enumerate(lanes):
-            now = digests[16 * place : 16 * place + 16]
-            before = self.cell(lane)
-            if before is None:
-                self.missing -= 1
-            elif before != now:
-                conflicts.append((lane, before, now))
-            self.cells[16 * lane : 16 * lane + 16] = now
-            self.rows[lane] = rows[place]
-        return conflicts
-
-    def hold(self) -> None:
-        """Leave the journal entries of the step for a later merge."""
-        for source, place in self.places:
-            source.hold(place)
-
-    def cell(self, lane: int) -> bytes | None:
-        """Return the digest of a cell, or None if it is unknown."""
-        return None if self.rows[lane] < 0 else bytes(self.cells[16 * lane : 16 * lane + 16])
-
-    def known_cells(self) -> Iterator[tuple[int, bytes]]:
-        for lane in range(self.lanes):
-            digest = self.cell(lane)
-            if digest is not None:
-                yield lane, digest
-
-    def conflicts_with(self, older: Sequence[PartialStep]) -> Iterator[Conflict]:
-        """Yield the cells for which earlier attempts at the step recorded another digest."""
-        for one in older:
-            for lane, before in one.known_cells():
-                now = self.cell(lane)
-                if now is not None and now != before:
-                    yield lane, before, now
-
-    def owners(self) -> list[list[int]]:
-        """Return runs of consecutive lanes of one rank: [rank, first lane, number of lanes]."""
-        runs: list[list[int]] = []
-        pairs = ((lane, rank) for packed, rank in self.parts.items() for lane in unpack_numbers(packed))
-        for lane, rank in sorted(pairs):
-            if runs and runs[-1][0] == rank and runs[-1][1] + runs[-1][2] == lane:
-                runs[-1][2] += 1
-            else:
-                runs.append([rank, lane, 1])
-        return runs
-
-
-Key = tuple[str, str, int]  # manifest, plan, step
 
 
 class Merge:
@@ -161,7 +61,9 @@ class Merge:
         repeated: number of complete steps that were consumed again with equal digests.
         sources: the journal files.
         torn: (file name, bytes) of each torn tail.
-        pending: recorded steps that are not in the tree, because they are incomplete or follow a gap.
+        pending: recorded steps that are not in the tree, because they are incomplete or follow a gap, by (number of the
+            plan, step). A start that was killed, or a rank before it went back, may have recorded other cells of a
+            step: it has several attempts, the newest last.
 
     Raises:
         FormatError: a journal is damaged, or holds an entry that no rank writes.
@@ -170,33 +72,40 @@ class Merge:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.repeated = 0
-        # attempts at each incomplete step, the newest last: a start that was killed, or a rank before it went back,
-        # may have recorded other cells of the step
-        self._steps: dict[Key, list[PartialStep]] = {}
-        self._ready: dict[int, tuple[Key, PartialStep]] = {}
+        self.pending: dict[tuple[int, int], list[PendingStep]] = {}
+        self._ready: dict[int, int] = {}  # complete step after a gap → plan, the newest that recorded it
         events = ledger.event_documents()
-        self._plans = [(one["manifest"], one["plan"]) for one in events if one["kind"] == "plan"]
+        plans = [one for one in events if one["kind"] == "plan"]
+        self._plans = [(one["manifest"], one["plan"]) for one in plans]
+        self._lanes = [one["lanes"] for one in plans]
         self._started = max((one["start"] for one in events if one["kind"] == "start"), default=-1)
-        assigned = next((one for one in reversed(events) if one["kind"] == "assignment"), None)
-        # start and runs of lanes of the newest assignment; start and packed lanes of the step before
-        self._assigned = None if assigned is None else (assigned["start"], assigned["lanes"])
-        self._parts: tuple[int, list[tuple[bytes, int]]] | None = None
+        for step in ledger.state.pending:
+            if step.plan >= len(plans) or len(step.rows) != self._lanes[step.plan]:
+                raise FormatError(
+                    f"ledger/state.json: step {step.step} does not have the lanes of a known plan"
+                )
+            self.pending.setdefault((step.plan, step.step), []).append(step)
+            if not step.missing and step.step > ledger.next_step:
+                self._ready[step.step] = step.plan
+        # start, and rank of each lane, of the newest assignment
+        self._assigned = next(
+            ((one["start"], [rank for rank, _, count in one["lanes"] for _ in range(count)])
+             for one in reversed(events) if one["kind"] == "assignment"), None,
+        )  # fmt: skip
         self.sources = self._open_sources()
         self._whole = self._whole_starts()
         for number in sorted({source.start for source in self.sources}):
             self._merge_start(number, [one for one in self.sources if one.start == number])
         self.torn = [(one.name, one.file.torn_bytes) for one in self.sources if one.file.torn_bytes]
-        ready = {key: [step] for key, step in self._ready.values()}
-        self.pending: dict[Key, list[PartialStep]] = {**self._steps, **ready}
-        for attempts in self.pending.values():
-            for step in attempts:
-                step.hold()
-        for source in self.sources:
-            ledger.state.journals[source.name] = (*source.settled, source.start, source.told)
+        ledger.state.pending = [step for attempts in self.pending.values() for step in attempts]
+        ledger.state.journals = {
+            one.name: JournalPlace(one.end, f"{one.check:016x}", one.repeated, one.start)
+            for one in self.sources
+        }
 
     def pending_steps(self) -> list[int]:
         """Return the numbers of the recorded steps that are not in the tree, ascending."""
-        return sorted({step for _, _, step in self.pending})
+        return sorted({step for _, step in self.pending})
 
     def complete_behind_gap(self) -> list[int]:
         """Return the complete steps that cannot be appended because an earlier step is missing."""
@@ -204,27 +113,25 @@ class Merge:
 
     def pending_cells(self) -> Iterator[tuple[str, int, int, str]]:
         """Yield (plan, step, lane, digest in hex) of the recorded cells that no ledger record covers."""
-        for (_, plan, number), attempts in sorted(self.pending.items(), key=lambda item: item[0]):
+        for (number, step), attempts in sorted(self.pending.items(), key=lambda item: item[0]):
+            plan = self._plans[number][1]
             for one in reversed(attempts):
-                yield from ((plan, number, lane, digest.hex()) for lane, digest in one.known_cells())
+                yield from ((plan, step, lane, digest.hex()) for lane, digest in one.known_cells())
 
     # ---- files and starts
 
     def _open_sources(self) -> list[Source]:
-        known = self.ledger.state.journals
+        """Open the journals that are there. A file that was removed had been merged to its end."""
         sources, fresh = [], []
-        paths = journal_paths(self.ledger.run / "journal")
-        for name in set(known) - {path.name for path in paths}:
-            del known[name]  # pruned after its last entry was merged
-        for path in paths:
-            place = known.get(path.name)
-            file = JournalFile(path, None if place is None else (place[0], place[1]))
+        for path in journal_paths(self.ledger.run / "journal"):
+            place = self.ledger.state.journals.get(path.name)
+            file = JournalFile(path, None if place is None else (place.end, int(place.check, 16)))
             if file.header is None or (place is None and file.is_empty):
                 continue  # a start without an entry has no number: no event would introduce it
             if place is not None:
-                sources.append(Source(file, file.header, place[3], place[:3], place[4]))
+                sources.append(Source(file, file.header, place.start, *file.start, place.repeated))
             else:
-                fresh.append(Source(file, file.header, -1, (*file.start, 0)))
+                fresh.append(Source(file, file.header, -1, *file.start))
         starts = {source.attempt: source.start for source in sources}
         for source in sorted(fresh, key=lambda one: (one.attempt, one.header.part)):
             if source.attempt not in starts:
@@ -263,49 +170,26 @@ class Merge:
         for source in sources:
             by_attempt.setdefault(source.attempt, []).append(source)
         merged = heapq.merge(
-            *map(self._entries, by_attempt.values()), key=lambda item: (item[0], item[1].header.rank)
+            *map(_entries, by_attempt.values()), key=lambda item: (item[0], item[1].header.rank)
         )
-        for _, source, place, entry in merged:
-            header = source.header
+        for _, source, entry in merged:
+            header, where = source.header, f"journal/{source.name}"
+            facts = {}
             if entry.kind == META:
                 facts = entry.document()
-                convert(PlanFacts, facts, f"journal/{source.name}")
-                self._know_plan(header.manifest, header.plan, header.lanes, entry.step, facts)
-                continue
+                convert(PlanFacts, facts, where)
+            plan = self._know_plan(header, entry.step, facts)
             if entry.kind == LOSSES:
-                if entry.end > source.told:
-                    plan = self._know_plan(header.manifest, header.plan, header.lanes, entry.step, {})
-                    self.ledger.add_losses(entry.step, plan, *entry.losses())
-                    source.told = entry.end
-                continue
-            self._tell_start(number, entry.step, header)
+                self.ledger.add_losses(entry.step, plan, *entry.losses())
+            elif entry.kind != META:
+                self._tell_start(number, entry.step, header)
             if entry.kind == EVENT:
-                if entry.end > source.told:
-                    self.ledger.add_event(
-                        journaled_event(
-                            entry.step, header.rank, number, entry.document(), f"journal/{source.name}"
-                        )
-                    )
-                    source.told = entry.end
-            else:
+                event = journaled_event(entry.step, header.rank, number, entry.document(), where)
+                self.ledger.add_event(event)
+            elif entry.kind == CELLS:
                 reached = self.ledger.state.start.reached
                 reached[number] = max(reached[number], entry.step + 1)
-                self._add(source, place, entry, number)
-
-    def _entries(self, parts: Sequence[Source]) -> Iterator[tuple[int, Source, Place, Entry]]:
-        """Yield (number of steps taken before, file, beginning of the entry, entry) of an attempt.
-
-        The number rises where a rank goes back: what ranks recorded before comes first.
-        """
-        repeated = 0
-        for source in parts:
-            at, check, known = source.reached
-            repeated = max(repeated, known)  # a new file continues the number of the file before it
-            source.reached = at, check, repeated
-            for entry in source.file.entries():
-                place, repeated = source.reached, repeated + entry.repeats
-                source.reached = entry.end, entry.check, repeated
-                yield entry.step + repeated, source, place, entry
+                self._add(header.rank, entry, plan, number)
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
         """Add the event of a start once, with the number of steps that earlier starts reached."""
@@ -318,41 +202,39 @@ class Merge:
              "reached": before, "repeats": max(0, before - step), "time": header.started}
         )  # fmt: skip
 
-    def _know_plan(self, manifest: str, plan: str, lanes: int, step: int, facts: dict[str, Any]) -> int:
-        """Return the number of a plan. Add its event the first time."""
-        if (manifest, plan) not in self._plans:
-            self._plans.append((manifest, plan))
+    def _know_plan(self, header: Header, step: int, facts: dict[str, Any]) -> int:
+        """Return the number of the plan of a journal. Add its event the first time."""
+        pair = (header.manifest, header.plan)
+        if pair not in self._plans:
+            self._plans.append(pair)
+            self._lanes.append(header.lanes)
             self.ledger.add_event(
-                {"kind": "plan", "step": step, "number": len(self._plans) - 1, "manifest": manifest, "plan": plan,
-                 "lanes": lanes, **facts}
+                {"kind": "plan", "step": step, "number": len(self._plans) - 1, "manifest": header.manifest,
+                 "plan": header.plan, "lanes": header.lanes, **facts}
             )  # fmt: skip
-        return self._plans.index((manifest, plan))
+        return self._plans.index(pair)
 
     # ---- one step
 
-    def _add(self, source: Source, place: Place, entry: Entry, number: int) -> None:
-        header = source.header
-        key = (header.manifest, header.plan, entry.step)
-        attempts = self._steps.setdefault(key, [])
-        newest = attempts[-1] if attempts else None
-        if (
-            newest is None
-            or source.attempt in newest.recorded_by
-            or (newest.start < number and number in self._whole)
-        ):
-            # A start of all ranks begins the step again, and so does a rank that went back. A start of single replaced
-            # ranks adds to the known cells.
-            attempts.append(PartialStep(entry.step, header.lanes, number))
-        *older, step = attempts
-        self._tell_conflicts(step.put(entry, header.rank), entry.step, number)
-        step.places.append((source, place))
-        step.recorded_by.add(source.attempt)
+    def _add(self, rank: int, entry: Entry, plan: int, start: int) -> None:
+        step = self._attempt(rank, entry.step, plan, start)
+        self._tell_conflicts(step.put(rank, *entry.cells()), entry.step, start)
         if not step.missing:
-            del self._steps[key]
-            self._tell_conflicts(step.conflicts_with(older), entry.step, number)
-            self._take(key, step)
+            self._take(plan, entry.step)
             while (following := self._ready.pop(self.ledger.next_step, None)) is not None:
-                self._take(*following)
+                self._take(following, self.ledger.next_step)
+
+    def _attempt(self, rank: int, step: int, plan: int, start: int) -> PendingStep:
+        """Return the oldest attempt at a step that still expects cells of a rank.
+
+        A start of all ranks begins the step again. A start of single replaced ranks adds to the known cells.
+        """
+        attempts = self.pending.setdefault((plan, step), [])
+        for one in attempts:
+            if rank not in one.recorded_by and (one.start == start or start not in self._whole):
+                return one
+        attempts.append(PendingStep.empty(plan, step, start, self._lanes[plan]))
+        return attempts[-1]
 
     def _tell_conflicts(self, conflicts: Iterable[Conflict], step: int, start: int) -> None:
         for lane, before, now in conflicts:
@@ -361,16 +243,19 @@ class Merge:
                  "now": now.hex()}
             )  # fmt: skip
 
-    def _take(self, key: Key, step: PartialStep) -> None:
+    def _take(self, plan: int, number: int) -> None:
         """Append a complete step to the tree, or compare it with the recorded step."""
-        ledger, number = self.ledger, step.step
+        ledger = self.ledger
         if ledger.steps.size and number > ledger.next_step:
-            if number in self._ready:  # under another plan
-                self._ready[number][1].hold()
-            self._ready[number] = (key, step)
+            self._ready[number] = plan
             return
-        plan = self._know_plan(key[0], key[1], step.lanes, number, {})
-        digest = step_digest(key[0], key[1], number, step.cells)
+        attempts = self.pending.pop((plan, number))
+        at = next(at for at, one in enumerate(attempts) if not one.missing)
+        step = attempts[at]
+        self._tell_conflicts(step.conflicts_with(attempts[:at]), number, step.start)
+        if attempts[at + 1 :]:
+            self.pending[plan, number] = attempts[at + 1 :]
+        digest = step_digest(*self._plans[plan], number, step.cells)
         if ledger.steps.size and number < ledger.next_step:
             if number >= ledger.state.first and ledger.digest_of(number) == digest:
                 self.repeated += 1
@@ -385,17 +270,27 @@ class Merge:
         self._note_owners(step)
         ledger.append(number, sum(step.rows), plan, digest)
 
-    def _note_owners(self, step: PartialStep) -> None:
+    def _note_owners(self, step: PendingStep) -> None:
         """Add an assignment event if the owners of lanes differ from the previous step's."""
-        parts = step.start, sorted(step.parts.items())
-        if parts == self._parts:  # the usual case
-            return
-        self._parts, owners = parts, step.owners()
-        if (step.start, owners) != self._assigned:
-            self._assigned = step.start, owners
+        if (step.start, step.ranks) != self._assigned:
+            self._assigned = step.start, step.ranks
             self.ledger.add_event(
-                {"kind": "assignment", "step": step.step, "start": step.start, "lanes": owners}
+                {"kind": "assignment", "step": step.step, "start": step.start, "lanes": step.owners()}
             )
+
+
+def _entries(parts: Sequence[Source]) -> Iterator[tuple[int, Source, Entry]]:
+    """Yield (number of steps taken before, file, entry) of an attempt.
+
+    The number rises where a rank goes back: what ranks recorded before comes first.
+    """
+    repeated = 0
+    for source in parts:
+        repeated = max(repeated, source.repeated)  # a new file continues the number of the file before it
+        for entry in source.file.entries():
+            repeated += entry.repeats
+            source.end, source.check, source.repeated = entry.end, entry.check, repeated
+            yield entry.step + repeated, source, entry
 
 
 def merge_journals(run: Path) -> tuple[Ledger, Merge]:

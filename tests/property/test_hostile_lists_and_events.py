@@ -16,9 +16,9 @@ from shardkit.audit.events import contradictions
 from shardkit.dataset.lookups import list_samples
 from shardkit.documents import encode, sha256_digest
 from shardkit.errors import FormatError, IntegrityError, ShardkitError, SourceError, UsageError
-from shardkit.ledger import Ledger
+from shardkit.ledger import Ledger, Merge
 from shardkit.ledger.events import JOURNALED, check_event, journaled_event
-from shardkit.ledger.ledger import LedgerState
+from shardkit.ledger.state import JournalPlace, LedgerState, PendingStep
 from shardkit_tools.row_lists import read_values
 from tests.command_line import call
 from tests.drills import drill_count
@@ -200,17 +200,18 @@ def _is_journaled(body: dict[str, Any]) -> bool:
 
 def test_states_are_refused_in_words_or_understood(tmp_path: Path) -> None:
     rng = random.Random(11)
-    body = LedgerState(records=1, branch=[(0, 0)], peaks=["00" * 32],
-                       journals={"x": (1, 2, 3, 4, 5)}).to_bytes()  # fmt: skip
-    state = json.loads(body)["state"]
+    pending = PendingStep.empty(plan=0, step=1, start=0, lanes=2)
+    pending.put(0, [0], [3], bytes(range(16)))
+    body = LedgerState(records=1, branch=[(0, 0)], peaks=[bytes(32)], pending=[pending],
+                       journals={"x": JournalPlace(1, "0" * 16, 3, 4)}).to_bytes()  # fmt: skip
+    state = json.loads(body)
+    del state["digest"]
     (tmp_path / "ledger").mkdir()
     for _ in range(drill_count(10_000)):
         changed = copy.deepcopy(state)
-        for _ in range(rng.randint(1, 3)):
-            changed[rng.choice([*state, "more"])] = copy.deepcopy(rng.choice(VALUES))
-        data = encode(
-            {"format": "shardkit-ledger/1", "state": changed, "digest": sha256_digest(encode(changed))}
-        )
+        for within in rng.choices([changed, changed["pending"][0]], k=rng.randint(1, 3)):
+            within[rng.choice([*within, "more"])] = copy.deepcopy(rng.choice(VALUES))
+        data = encode(changed | {"digest": sha256_digest(encode(changed))})
         (tmp_path / "ledger" / "state.json").write_bytes(data)
         with suppress(IntegrityError):
             ledger = Ledger(tmp_path)
@@ -218,3 +219,4 @@ def test_states_are_refused_in_words_or_understood(tmp_path: Path) -> None:
                 ledger.records()
                 ledger.branch_records()
                 ledger.head()
+                Merge(ledger)

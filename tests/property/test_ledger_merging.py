@@ -268,7 +268,9 @@ def test_steps_behind_a_gap_wait(tmp_path: Path) -> None:
     ledger, merge = merge_journals(tmp_path)
     assert ledger.next_step == 4
     assert merge.pending_steps() == [6]
+    ledger_head(tmp_path)
     filler = Start(tmp_path, 1)
+    start.journals[0].path.unlink()  # step 6 waits in state.json
     filler.step(4)
     filler.step(5)
     filler.kill()
