@@ -17,7 +17,7 @@ import numpy as np
 from shardkit.audit.amendments import check_amendments
 from shardkit.audit.events import short
 from shardkit.audit.mixtures import check_decisions
-from shardkit.audit.plans import RunPlan, check_pending, find_plans, planned_ranges
+from shardkit.audit.plans import Leg, RunPlan, check_pending, find_plans, legs
 from shardkit.audit.replay import replay
 from shardkit.audit.result import Audit, AuditProgress, Severity
 from shardkit.audit.run_record import (
@@ -35,8 +35,8 @@ from shardkit.ledger import MASKED, SUBSTITUTED, setting_differences
 from shardkit.ledger.bindings import AMENDMENT, CHECKPOINT, CONFIGURATION, DEALT, LOSSES, UNDO
 from shardkit.ledger.decisions import DECISION
 from shardkit.ledger.events import JOURNALED
-from shardkit.ledger.ledger import StepRecords
 from shardkit.ledger.losses import digest_of_losses
+from shardkit.plan import Plan
 from shardkit.plan.mixers import MixFunction
 from shardkit.telemetry.records import json_object
 
@@ -149,9 +149,9 @@ def check_steps(
     """Check every record, including abandoned branches, against its plan, and compute coverage of the branch."""
     started = time.perf_counter()
     wrong: list[tuple[int, str]] = []
-    for records, plan, is_branch in planned_ranges(record, plans):
-        if plan is not None:
-            wrong += _compare(record, plan, records, is_branch, audit, jobs, report)
+    for leg in legs(record, plans):
+        if leg.plan is not None:
+            wrong += _compare(leg, leg.plan.plan, audit, jobs, report)
     for step, text in wrong[:_SHOWN]:
         record.add("violated", "step", f"step {step}", text)
     if len(wrong) > _SHOWN:
@@ -161,51 +161,37 @@ def check_steps(
 
 
 def _compare(
-    record: RunRecord,
-    plan: RunPlan,
-    records: StepRecords,
-    is_branch: bool,
-    audit: Audit,
-    jobs: int,
-    report: AuditProgress | None,
-) -> list[tuple[int, str]]:
-    first, last = int(records[0]["step"]), int(records[-1]["step"]) + 1
-    if (last - first) * plan.plan.global_batch < _REPLAY_ALONE:
+    leg: Leg, plan: Plan, audit: Audit, jobs: int, report: AuditProgress | None
+) -> Iterator[tuple[int, str]]:
+    """Yield (step, error) of each step that is neither the plan's nor explained by confirmed substitutions."""
+    first, end = leg.first, leg.end
+    if (end - first) * plan.global_batch < _REPLAY_ALONE:
         jobs = 1
-    wrong: list[tuple[int, str]] = []
-    for chunk in replay(plan.plan, first, last, jobs=jobs, coverage=audit.coverage if is_branch else None):
+    for chunk in replay(plan, first, end, jobs=jobs, coverage=audit.coverage if leg.is_branch else None):
         at = chunk.first - first
-        stored = records[at : at + len(chunk.digests)]
+        stored = leg.records[at : at + len(chunk.digests)]
         unequal = (stored["digest"] != chunk.digests).any(axis=1) | (stored["rows"] != chunk.rows)
         for place in np.flatnonzero(unequal).tolist():
-            planned = (chunk.digests[place].tobytes(), int(chunk.rows[place]))
-            wrong += _explain_step(record, plan, stored[place], planned, is_branch)
+            step, found, planned = (
+                chunk.first + place,
+                bytes(stored[place]["digest"]),
+                bytes(chunk.digests[place]),
+            )
+            recorded, rows = int(stored[place]["rows"]), int(chunk.rows[place])
+            if found != planned and (step, found) not in leg.record.replaced:
+                text = (
+                    f"its digest is {found.hex()[:16]}…, the plan's is {planned.hex()[:16]}…: the run consumed other "
+                    "samples than planned, or its record was changed"
+                )
+                yield step, text
+            elif recorded != rows:
+                yield (
+                    step,
+                    f"is recorded with {recorded} samples, and the plan has {rows}: its record was changed",
+                )
         audit.checked += len(chunk.digests)
         if report is not None:
-            report("steps", chunk.first + len(chunk.digests) - first, last - first)
-    return wrong
-
-
-def _explain_step(
-    record: RunRecord, plan: RunPlan, stored: np.void, planned: tuple[bytes, int], is_branch: bool
-) -> list[tuple[int, str]]:
-    """Return (step, error) of a deviating step. Empty if confirmed substitutions explain the difference."""
-    step, found = int(stored["step"]), bytes(stored["digest"])
-    digest, rows = planned
-    if found != digest:
-        (cells,) = plan.consumed(record, step, step + 1, branch=is_branch)
-        if not record.substitutions(step, step + 1, branch=is_branch) or plan.digest(step, cells) != found:
-            text = (
-                f"its digest is {found.hex()[:16]}…, the plan's is {digest.hex()[:16]}…: the run consumed other "
-                "samples than planned, or its record was changed"
-            )
-            return [(step, text)]
-    recorded = int(stored["rows"])
-    if recorded != rows:
-        return [
-            (step, f"is recorded with {recorded} samples, and the plan has {rows}: its record was changed")
-        ]
-    return []
+            report("steps", chunk.first + len(chunk.digests) - first, end - first)
 
 
 def check_coverage(record: RunRecord, audit: Audit) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.plans import RunPlan
+from shardkit.audit.plans import Leg, RunPlan, legs
 from shardkit.audit.run_record import RunRecord
 from shardkit.dataset import Dataset
 
@@ -29,7 +29,7 @@ class Comparison:
         reasons: explanations of the difference, the strongest first.
         manifests: numbers and examples of shards in only one dataset, if the manifests differ.
         settings: differing plan settings: name → [value in A, value in B].
-        content: (samples of step 0 with equal content, samples read), if the manifests differ.
+        content: (samples of the first common step with equal content, samples read), if the manifests differ.
     """
 
     steps: tuple[int, int]
@@ -52,66 +52,70 @@ def compare_runs(
 ) -> Comparison:
     """Compare the samples that two runs consumed.
 
-    If both runs began with the same manifest and plan, step digests are compared. Otherwise the samples of both plans
-    are compared, with recorded substitutions: by number if the manifests are equal, by key if they differ.
+    Where both runs followed the same plan of the same manifest, step digests are compared. Elsewhere the samples of
+    both plans are compared, with recorded substitutions: by number if the manifests are equal, by key if they differ.
     """
-    ends = tuple(int(one.branch[-1]["step"]) + 1 if len(one.branch) else 0 for one in (a, b))
-    first = max((int(one.branch[0]["step"]) if len(one.branch) else 0) for one in (a, b))
-    result = Comparison((ends[0], ends[1]), max(0, min(ends) - first))
-    one, other = _main_plan(a, plans_a), _main_plan(b, plans_b)
-    _say_differences(a, b, one, other, result)
-    same_names = (
-        bool(a.plans) and bool(b.plans) and all(a.plans[0][n] == b.plans[0][n] for n in ("manifest", "plan"))
+    mine, theirs = (
+        [leg for leg in legs(run, plans) if leg.is_branch] for run, plans in ((a, plans_a), (b, plans_b))
     )
-    if same_names:
-        _compare_digests(a, b, first, min(ends), result)
-    elif one is not None and other is not None:
-        _compare_samples(a, b, one, other, first, min(ends), result)
-    if result.diverges is not None and one is not None and other is not None:
-        _show_cells(a, b, one, other, result)
+    ends = (mine[-1].end if mine else 0, theirs[-1].end if theirs else 0)
+    result = Comparison(ends)
+    if not mine or not theirs:
+        result.reasons.append("a run has no steps")
+        return result
+    result.compared = max(0, min(ends) - max(mine[0].first, theirs[0].first))
+    shared = (
+        (left, right, max(left.first, right.first), min(left.end, right.end))
+        for left in mine
+        for right in theirs
+    )
+    left, right = mine[0], theirs[0]
+    for one, other, first, end in shared:
+        if first < end and (step := _first_difference(one, other, first, end)) is not None:
+            left, right, result.diverges = one, other, step
+            break
+    _say_differences(left, right, result)
+    if result.diverges is not None:
+        _show_cells(left, right, result.diverges, result)
     return result
 
 
-def _main_plan(record: RunRecord, plans: dict[int, RunPlan]) -> RunPlan | None:
-    return plans.get(int(record.branch[0]["plan"])) if len(record.branch) else None
+def _has_same_plan(left: Leg, right: Leg) -> bool:
+    names = [
+        [
+            (event["manifest"], event["plan"])
+            for event in leg.record.plans
+            if event["number"] == leg.records[0]["plan"]
+        ]
+        for leg in (left, right)
+    ]
+    return bool(names[0]) and names[0] == names[1]
 
 
-def _compare_digests(a: RunRecord, b: RunRecord, first: int, last: int, result: Comparison) -> None:
-    if last <= first:
-        return
-    left, right = (
-        one.branch["digest"][first - int(one.branch[0]["step"]) :][: last - first] for one in (a, b)
-    )
-    unequal = np.flatnonzero((left != right).any(axis=1))
-    if len(unequal):
-        result.diverges = first + int(unequal[0])
-        at = (result.diverges, result.diverges + 1)
-        substituted = a.substitutions(*at) != b.substitutions(*at)
-        result.reasons.append(
-            "samples were substituted in one run and not, or otherwise, in the other" if substituted
-            else "the plan is the same, and one of the ledgers records other samples: run shardkit audit on both"
-        )  # fmt: skip
-
-
-def _compare_samples(
-    a: RunRecord, b: RunRecord, one: RunPlan, other: RunPlan, first: int, last: int, result: Comparison
-) -> None:
-    by_key = one.dataset.manifest.id != other.dataset.manifest.id
-    if one.plan.global_batch != other.plan.global_batch:
-        if last > first:
-            result.diverges = first
-        return
-    for begin in range(first, last, _STEPS_AT_ONCE):
-        end = min(last, begin + _STEPS_AT_ONCE)
-        left, right = (
-            plan.consumed(run, begin, end).reshape(end - begin, -1) for run, plan in ((a, one), (b, other))
-        )
+def _first_difference(left: Leg, right: Leg, first: int, end: int) -> int | None:
+    """Return the first of the steps [first, end) in which two legs differ; None if it is unknown, or there is none."""
+    if _has_same_plan(left, right):
+        digests = (leg.records["digest"][first - leg.first : end - leg.first] for leg in (left, right))
+        return _first_unequal(first, *digests)
+    if left.plan is None or right.plan is None:
+        return None
+    if left.plan.plan.global_batch != right.plan.plan.global_batch:
+        return first
+    by_key = left.plan.dataset.manifest.id != right.plan.dataset.manifest.id
+    for begin in range(first, end, _STEPS_AT_ONCE):
+        last = min(end, begin + _STEPS_AT_ONCE)
+        mine, theirs = (leg.consumed(begin, last).reshape(last - begin, -1) for leg in (left, right))
         if by_key:
-            left, right = _keys(one.dataset, left), _keys(other.dataset, right)
-        unequal = (left != right).any(axis=1)
-        if unequal.any():
-            result.diverges = begin + int(np.flatnonzero(unequal)[0])
-            return
+            mine, theirs = _keys(left.plan.dataset, mine), _keys(right.plan.dataset, theirs)
+        if (step := _first_unequal(begin, mine, theirs)) is not None:
+            return step
+    return None
+
+
+def _first_unequal(first: int, left: NDArray[Any], right: NDArray[Any]) -> int | None:
+    """Return the number of the first unequal row; row 0 has the number `first`."""
+    unequal = np.flatnonzero((left != right).any(axis=1))
+    return first + int(unequal[0]) if len(unequal) else None
 
 
 def _keys(dataset: Dataset, samples: NDArray[np.int64]) -> NDArray[Any]:
@@ -124,9 +128,14 @@ def _keys(dataset: Dataset, samples: NDArray[np.int64]) -> NDArray[Any]:
 # ---- reasons of the difference
 
 
-def _say_differences(
-    a: RunRecord, b: RunRecord, one: RunPlan | None, other: RunPlan | None, result: Comparison
-) -> None:
+def _say_differences(left: Leg, right: Leg, result: Comparison) -> None:
+    one, other, step = left.plan, right.plan, result.diverges
+    if step is not None and _has_same_plan(left, right):
+        is_substituted = left.substitutions(step, step + 1) != right.substitutions(step, step + 1)
+        result.reasons.append(
+            "samples were substituted in one run and not, or otherwise, in the other" if is_substituted
+            else "the plan is the same, and one of the ledgers records other samples: run shardkit audit on both"
+        )  # fmt: skip
     if one is None or other is None:
         result.reasons.append("a plan cannot be made again, so that only digests can be compared")
         return
@@ -139,7 +148,7 @@ def _say_differences(
             )
     if one.dataset.manifest.id != other.dataset.manifest.id:
         _say_manifests(one.dataset, other.dataset, result)
-        result.content = _equal_content(one, other)
+        result.content = _equal_content(one, other, max(left.first, right.first))
         if result.content[0] == result.content[1] > 0:
             result.reasons.append(
                 f"rebuilt data: another manifest, and the {result.content[1]} samples of the first step that were read "
@@ -168,9 +177,9 @@ def _say_manifests(one: Dataset, other: Dataset, result: Comparison) -> None:
     }
 
 
-def _equal_content(one: RunPlan, other: RunPlan) -> tuple[int, int]:
-    """Return (samples of step 0 with equal content at equal places, samples read)."""
-    left, right = one.plan.step(0).ravel(), other.plan.step(0).ravel()
+def _equal_content(one: RunPlan, other: RunPlan, step: int) -> tuple[int, int]:
+    """Return (samples of a step with equal content at equal places, samples read)."""
+    left, right = one.plan.step(step).ravel(), other.plan.step(step).ravel()
     pairs = [(a, b) for a, b in zip(left.tolist(), right.tolist(), strict=False) if a >= 0 and b >= 0]
     equal = sum(_content(one.dataset, a) == _content(other.dataset, b) for a, b in pairs)
     return equal, len(pairs)
@@ -181,12 +190,13 @@ def _content(dataset: Dataset, sample: int) -> str:
     return hashlib.sha256(b"".join(len(one).to_bytes(8, "little") + one for one in payloads)).hexdigest()
 
 
-def _show_cells(a: RunRecord, b: RunRecord, one: RunPlan, other: RunPlan, result: Comparison) -> None:
-    step = result.diverges
-    assert step is not None
-    if (one.plan.lanes, one.plan.cell_size) != (other.plan.lanes, other.plan.cell_size):
+def _show_cells(left: Leg, right: Leg, step: int, result: Comparison) -> None:
+    if left.plan is None or right.plan is None:
         return
-    left, right = (run.consumed(record, step, step + 1).ravel() for record, run in ((a, one), (b, other)))
-    for place in np.flatnonzero(left != right)[:_SHOWN].tolist():
-        lane, slot = divmod(place, one.plan.cell_size)
-        result.cells.append((lane, slot, int(left[place]), int(right[place])))
+    one, other = left.plan.plan, right.plan.plan
+    if (one.lanes, one.cell_size) != (other.lanes, other.cell_size):
+        return
+    mine, theirs = (leg.consumed(step, step + 1).ravel() for leg in (left, right))
+    for place in np.flatnonzero(mine != theirs)[:_SHOWN].tolist():
+        lane, slot = divmod(place, one.cell_size)
+        result.cells.append((lane, slot, int(mine[place]), int(theirs[place])))

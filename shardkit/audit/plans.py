@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardkit.audit.mixtures import has_decisions
-from shardkit.audit.run_record import RunRecord
+from shardkit.audit.run_record import Replacements, RunRecord
 from shardkit.dataset import Dataset, open_dataset
 from shardkit.dataset.run_plans import Versions, configured_plans, recorded_plan_of
 from shardkit.errors import (
@@ -22,10 +23,14 @@ from shardkit.errors import (
     ShardkitError,
     StoreError,
 )
+from shardkit.extras import shell_word
 from shardkit.ledger import MASKED, SUBSTITUTED, step_digest
+from shardkit.ledger.bindings import Amendment
 from shardkit.ledger.ledger import StepRecords, consecutive
 from shardkit.plan import Plan, cell_digest
 from shardkit.repository.log import parse_dataset_url
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,6 @@ class RunPlan:
     dataset: Dataset
     plan: Plan
 
-    def consumed(self, record: RunRecord, first: int, last: int, *, branch: bool = True) -> NDArray[np.int64]:
-        """Return (steps, lanes, m) samples consumed in steps [first, last), -1 in empty slots.
-
-        Confirmed substitutions are included. `branch` selects substitutions of the branch or, if False, of other
-        records.
-        """
-        cells = self.plan.steps(first, last).copy()
-        for (step, lane, slot), (_, by) in record.substitutions(first, last, branch=branch).items():
-            cells[step - first, lane, slot] = by
-        return cells
-
     def digest(self, step: int, cells: NDArray[np.int64]) -> bytes:
         """Return the digest of a step with these cells, (lanes, m)."""
         return step_digest(
@@ -55,6 +49,86 @@ class RunPlan:
             step,
             bytes.fromhex("".join(map(cell_digest, cells))),
         )
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A range of recorded steps under one plan.
+
+    Attributes:
+        record: the run.
+        plan: the plan; None if it cannot be rebuilt.
+        records: records of the steps.
+        is_branch: True if the steps are leaves of the tree of steps, False if the run abandoned them.
+    """
+
+    record: RunRecord
+    plan: RunPlan | None
+    records: StepRecords
+    is_branch: bool
+
+    @property
+    def first(self) -> int:
+        """The first step."""
+        return int(self.records[0]["step"])
+
+    @property
+    def end(self) -> int:
+        """The step after the last one."""
+        return int(self.records[-1]["step"]) + 1
+
+    def substitutions(self, first: int, end: int) -> Replacements:
+        """Return the confirmed substitutions of steps [first, end) of the leg."""
+        found: Replacements = {}
+        for (step, digest), replaced in self.record.replaced.items():
+            if first <= step < end and bytes(self.records[step - self.first]["digest"]) == digest:
+                found |= replaced
+        return found
+
+    def consumed(self, first: int, end: int) -> NDArray[np.int64]:
+        """Return (steps, lanes, m) samples consumed in steps [first, end) of the leg, -1 in empty slots.
+
+        Confirmed substitutions are included.
+
+        Raises:
+            NotFoundError: the plan cannot be rebuilt.
+        """
+        cells = self.known_plan.plan.steps(first, end).copy()
+        for (step, lane, slot), (_, by) in self.substitutions(first, end).items():
+            cells[step - first, lane, slot] = by
+        return cells
+
+    @property
+    def known_plan(self) -> RunPlan:
+        """The plan. Raises NotFoundError if it cannot be rebuilt."""
+        if self.plan is None:
+            raise NotFoundError(
+                f"the plan of steps {self.first} to {self.end - 1} cannot be made again; run: "
+                f"shardkit audit {shell_word(self.record.path)}"
+            )
+        return self.plan
+
+
+def legs(record: RunRecord, plans: Mapping[int, RunPlan]) -> Iterator[Leg]:
+    """Yield the legs of the branch in order, then those that the run abandoned."""
+    is_gone = ~np.isin(record.records["check"], record.branch["check"])
+    for records, is_branch in ((record.branch, True), (record.records[is_gone], False)):
+        for one in consecutive(records):
+            yield Leg(record, plans.get(int(one[0]["plan"])), one, is_branch)
+
+
+def leg_of(record: RunRecord, plans: Mapping[int, RunPlan], step: int) -> Leg:
+    """Return the leg of the branch with a step.
+
+    Raises:
+        NotFoundError: the run did not consume this step.
+    """
+    for leg in legs(record, plans):
+        if leg.is_branch and leg.first <= step < leg.end:
+            return leg
+    steps = record.branch["step"]
+    holds = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no step"
+    raise NotFoundError(f"step {step} was not consumed: the run's ledger holds {holds}")
 
 
 def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPlan]:
@@ -73,10 +147,11 @@ def find_plans(record: RunRecord, dataset: str | None = None) -> dict[int, RunPl
         except ShardkitError as error:
             record.add("unknown", "manifest", event["manifest"], f"{error}; say where it is: --dataset ROOT")
             continue
-        plan = _make_plan(record, event, opened)
-        if plan is not None and has_decisions(record, plan.number, plan.plan):
-            found[event["number"]] = plan
-    _check_stages(record)
+        plan = _recorded_plan(record, event, opened)
+        if plan is not None and has_decisions(record, event["number"], plan):
+            found[event["number"]] = RunPlan(event["number"], opened, plan)
+    if found and record.settings.get("configuration"):
+        _check_configured(record, found[min(found)])
     if not record.plans and record.ledger is not None:
         record.add("unknown", "plan", "ledger", "no step was ever recorded: there is nothing to check")
     confirm_events(record, found)
@@ -135,19 +210,24 @@ def _places(record: RunRecord, event: dict[str, Any]) -> Iterator[str | dict[str
             yield roots[0]
 
 
-def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> RunPlan | None:
-    history: Sequence[Mapping[str, Any]] = event.get("history") or ()
-    expected = event["plan"]
-    subject = f"plan {expected[:12]}…"
-    candidates: list[tuple[str, Plan]] = []
-    versions = Versions(dataset)  # the plan may have been amended from another version of the dataset
+def _recorded_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Plan | None:
+    """Return the plan that the settings in an event make, None if it is not the plan that the event names."""
+    history, subject = event.get("history"), f"plan {event['plan'][:12]}…"
+    if not history:
+        record.add("unknown", "plan", subject, "its settings are not recorded")
+        return None
+    # the plan may have been amended from another version of the dataset
+    plan = _attempt(record, subject, lambda: recorded_plan_of(Versions(dataset), history))
+    if plan is not None and plan.digest != event["plan"]:
+        _say_other(record, event, "the ledger's settings", plan)
+        return None
+    return plan
 
+
+def _attempt(record: RunRecord, subject: str, make: Callable[[], _T]) -> _T | None:
+    """Return what a function makes, None with a finding if it fails."""
     try:
-        first, last = (history[0], history[-1]) if history else ({"settings": {}},) * 2
-        if history:
-            candidates.append(("the ledger's settings", recorded_plan_of(versions, history)))
-        if record.settings.get("configuration"):
-            candidates.append(("run.json", _configured_plan(record, versions, first, expected)))
+        return make()
     except IntegrityError as error:
         record.add("violated", "plan", subject, str(error))
     except ShardkitError as error:
@@ -156,75 +236,74 @@ def _make_plan(record: RunRecord, event: dict[str, Any], dataset: Dataset) -> Ru
         record.add(
             "violated", "plan", subject, f"cannot be made again, its settings are no settings: {error!r}"
         )
-    for source, plan in candidates:
-        if plan.digest != expected:
-            differing = _differences(last["settings"], plan)
-            record.add(
-                "violated", "plan", subject,
-                f"{source} make the plan {plan.digest[:12]}…, which is another than the run followed"
-                + (f": {differing}" if differing else "; were data.stages changed?"),
-            )  # fmt: skip
-    if not candidates:
-        record.add("unknown", "plan", subject, "its settings are not recorded")
-    chosen = next((plan for _, plan in candidates if plan.digest == expected), None)
-    return None if chosen is None else RunPlan(event["number"], dataset, chosen)
+    return None
 
 
-def _configured_plan(
-    record: RunRecord, versions: Versions[Dataset], first: Mapping[str, Any], expected: str
-) -> Plan:
-    """Return the configured plan with the expected digest.
+def _say_other(record: RunRecord, event: dict[str, Any], source: str, plan: Plan) -> None:
+    """Add a finding: settings make another plan than the run followed."""
+    settings, own = event["history"][-1]["settings"], plan.settings.canonical()
+    differing = ", ".join(
+        f"{name} {settings[name]} in the ledger, {own.get(name)} there"
+        for name in sorted(settings)
+        if _plain(own.get(name)) != _plain(settings[name])
+    )
+    record.add(
+        "violated", "plan", f"plan {event['plan'][:12]}…",
+        f"{source} make the plan {plan.digest[:12]}…, which is another than the run followed"
+        + (f": {differing}" if differing else "; were data.stages changed?"),
+    )  # fmt: skip
 
-    `first` is the first entry of the plan's recorded history.
 
-    If no configured plan has it, return the last plan of run.json, to report in which settings they differ.
-    """
-    dataset = versions.at(first["manifest"]) if "manifest" in first else versions.first
-    made: list[Plan] = []
+def _plain(value: object) -> object:
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _check_configured(record: RunRecord, first: RunPlan) -> None:
+    """Make the plans of all configurations under all states of amendments; check the plans that the run followed."""
+    history = next(event["history"] for event in record.plans if event["number"] == first.number)
+    versions = Versions(first.dataset)
     for configuration in record.configurations():
-        data = configuration.get("data")
-        if not isinstance(data, Mapping) or "global_batch" not in data:
-            raise ConfigurationError(
-                "run.json: configuration.data.global_batch is missing; was it written by hand?"
-            )
         for amendments in record.amendments():
-            plans = configured_plans(dataset.plan, data, first["settings"], amendments, versions.amend)
-            made += plans
+            plans = _attempt(
+                record, "run.json", partial(_configured, versions, history[0], configuration, amendments)
+            )
+            if plans is None:
+                return
             record.stage_plans.append(plans)
-    last = made[len(record.stage_plans[0]) - 1]
-    return next((plan for plan in made if plan.digest == expected), last)
-
-
-def _check_stages(record: RunRecord) -> None:
-    """Check that every range of steps under one plan is a stage of one of the run's configurations."""
+    made = {plan.digest for plans in record.stage_plans for plan in plans}
+    for event in record.plans:
+        if event["plan"] not in made and event.get("history"):
+            _say_other(record, event, "run.json", record.stage_plans[0][-1])
     digests = {event["number"]: event["plan"] for event in record.plans}
-    for number, first, end in record.legs() if record.stage_plans else ():
+    for number, begin, end in record.legs():
         last, digest = end - 1, digests.get(number, "")
-        if not any(_follows(stages, first, last, digest) for stages in record.stage_plans):
+        if not any(_follows(plans, begin, last, digest) for plans in record.stage_plans):
             record.add(
-                "violated", "plan", f"steps {first} to {last}",
+                "violated", "plan", f"steps {begin} to {last}",
                 f"followed the plan {digest[:12]}…, and neither data.stages of run.json nor amendments ask for it "
                 "at all of these steps",
             )  # fmt: skip
+
+
+def _configured(
+    versions: Versions[Dataset],
+    recorded: Mapping[str, Any],
+    configuration: Mapping[str, Any],
+    amendments: list[Amendment],
+) -> list[Plan]:
+    data = configuration.get("data")
+    if not isinstance(data, Mapping) or "global_batch" not in data:
+        raise ConfigurationError(
+            "run.json: configuration.data.global_batch is missing; was it written by hand?"
+        )
+    make = versions.at(recorded["manifest"]).plan
+    return configured_plans(make, data, recorded["settings"], amendments, versions.amend)
 
 
 def _follows(stages: list[Plan], first: int, last: int, digest: str) -> bool:
     in_force = [plan for plan in stages if plan.from_step <= first][-1:]
     in_force += [plan for plan in stages if first < plan.from_step <= last]
     return all(digest == plan.digest for plan in in_force)
-
-
-def _differences(settings: dict[str, Any], plan: Plan) -> str:
-    own = plan.settings.canonical()
-    return ", ".join(
-        f"{name} {settings[name]} in the ledger, {own.get(name)} there"
-        for name in sorted(settings)
-        if _plain(own.get(name)) != _plain(settings[name])
-    )
-
-
-def _plain(value: object) -> object:
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _check_settings(record: RunRecord) -> None:
@@ -238,31 +317,15 @@ def _check_settings(record: RunRecord) -> None:
             )  # fmt: skip
 
 
-# ---- ranges and cells with their plans
+# ---- events that the digests must confirm
 
 
-def planned_ranges(
-    record: RunRecord, plans: dict[int, RunPlan]
-) -> Iterator[tuple[StepRecords, RunPlan | None, bool]]:
-    """Yield (records, plan, True if on the branch) of each range of steps under one plan.
-
-    The plan is None if it cannot be rebuilt.
-    """
-    is_gone = ~np.isin(record.records["check"], record.branch["check"])
-    for records, is_branch in ((record.branch, True), (record.records[is_gone], False)):
-        for one in consecutive(records):
-            yield one, plans.get(int(one[0]["plan"])), is_branch
-
-
-def pending_cells(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, str]]:
+def pending_cells(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, bytes]]:
     """Yield (plan, step, lane, digest) of the recorded cells of rebuilt plans that no ledger record covers."""
     by_digest = {one.plan.digest: one for one in plans.values()}
     for digest, step, lane, found in () if record.merge is None else record.merge.pending_cells():
         if digest in by_digest:
-            yield by_digest[digest], step, lane, found
-
-
-# ---- events that the digests must confirm
+            yield by_digest[digest], step, lane, bytes.fromhex(found)
 
 
 def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
@@ -285,18 +348,17 @@ def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
     if not by_step:
         return
     confirmed: list[dict[str, Any]] = []
-    for records, plan, is_branch in planned_ranges(record, plans):
-        for stored in records[np.isin(records["step"], list(by_step))]:
-            step = int(stored["step"])
+    for leg in legs(record, plans):
+        for stored in leg.records[np.isin(leg.records["step"], list(by_step))]:
+            step, plan = int(stored["step"]), leg.plan
             if plan is None:  # reported by `find_plans`
                 confirmed += by_step[step]
             else:
-                is_recorded = _recorded_step(plan, step, bytes(stored["digest"]))
-                confirmed += _confirm_events(record, plan.plan, step, by_step[step], is_recorded, is_branch)
-    for found, step, lane, digest in pending_cells(record, plans):
-        own = [event for event in by_step.get(step, ()) if event["lane"] == lane < found.plan.lanes]
-        if own:
-            confirmed += _confirm_events(record, found.plan, step, own, _recorded_cell(lane, digest), False)
+                digest_of = partial(plan.digest, step)
+                confirmed += _confirm(record, plan.plan, by_step[step], bytes(stored["digest"]), digest_of)
+    for plan, step, lane, digest in pending_cells(record, plans):
+        own = [event for event in by_step.get(step, ()) if event["lane"] == lane < plan.plan.lanes]
+        confirmed += _confirm(record, plan.plan, own, digest, partial(_digest_of_lane, lane)) if own else []
     known = {id(event) for event in confirmed}
     for event in (one for events in by_step.values() for one in events if id(one) not in known):
         record.add(
@@ -306,16 +368,8 @@ def confirm_events(record: RunRecord, plans: dict[int, RunPlan]) -> None:
         )  # fmt: skip
 
 
-Recorded = Callable[[NDArray[np.int64]], bool]
-"""Returns True if these cells of a step, (lanes, m), have the recorded digest."""
-
-
-def _recorded_step(plan: RunPlan, step: int, digest: bytes) -> Recorded:
-    return lambda cells: plan.digest(step, cells) == digest
-
-
-def _recorded_cell(lane: int, digest: str) -> Recorded:
-    return lambda cells: cell_digest(cells[lane]) == digest
+def _digest_of_lane(lane: int, cells: NDArray[np.int64]) -> bytes:
+    return bytes.fromhex(cell_digest(cells[lane]))
 
 
 def _has_stage(plan: Plan, event: dict[str, Any]) -> bool:
@@ -323,15 +377,18 @@ def _has_stage(plan: Plan, event: dict[str, Any]) -> bool:
     return 0 < event["number"] < len(stages) and bool(stages[event["number"]][0] == event["step"])
 
 
-def _confirm_events(
+def _confirm(
     record: RunRecord,
     plan: Plan,
-    step: int,
     events: list[dict[str, Any]],
-    is_recorded: Recorded,
-    is_branch: bool,
+    digest: bytes,
+    digest_of: Callable[[NDArray[np.int64]], bytes],
 ) -> list[dict[str, Any]]:
-    """Return the events of a step that its digest confirms, and store their substitutions in the record."""
+    """Return the events of a step that a recorded digest confirms, and store their substitutions in the record.
+
+    `digest_of` returns the digest of cells of the step, (lanes, m).
+    """
+    step = events[0]["step"]
     cells = plan.steps(step, step + 1)[0]
     lanes, slots = cells.shape
     fitting = [
@@ -344,19 +401,18 @@ def _confirm_events(
         changed = cells.copy()
         for event in choice:
             changed[event["lane"], event["slot"]] = event["by"]
-        if is_recorded(changed):
+        if digest_of(changed) == digest:
             break
     else:
         return []
-    for event in choice:
-        place = (event["step"], event["lane"], event["slot"])
-        record.replaced[is_branch][place] = (event["sample"], event["by"])
-    changed_places = {(event["lane"], event["slot"]): event["by"] for event in choice}
+    substitutes = {(step, event["lane"], event["slot"]): (event["sample"], event["by"]) for event in choice}
+    if substitutes:
+        record.replaced[step, digest] = substitutes
     return [
         event
         for event in fitting
-        if changed_places.get((event["lane"], event["slot"]))
-        == (event["by"] if event["kind"] == SUBSTITUTED else None)
+        if substitutes.get((step, event["lane"], event["slot"]))
+        == ((event["sample"], event["by"]) if event["kind"] == SUBSTITUTED else None)
     ]
 
 
@@ -381,7 +437,8 @@ def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
     if merge is None or ledger is None or not merge.pending:
         return
     for plan, step, lane, found in pending_cells(record, plans):
-        if not _is_planned(record, plan, step, lane, found):
+        is_planned = lane < plan.plan.lanes and bytes.fromhex(plan.plan.cell_digest(step, lane)) == found
+        if not is_planned and (step, found) not in record.replaced:
             record.add("violated", "step", f"step {step} lane {lane}", "a recorded cell is not the plan's")
     open_steps = [step for step in merge.pending_steps() if step >= ledger.next_step]
     if merge.complete_behind_gap():
@@ -396,11 +453,3 @@ def check_pending(record: RunRecord, plans: dict[int, RunPlan]) -> None:
             "were under way when the run ended: not all lanes of them are recorded"
             + ("; is the journal of a rank missing?" if many else ""),
         )  # fmt: skip
-
-
-def _is_planned(record: RunRecord, plan: RunPlan, step: int, lane: int, digest: str) -> bool:
-    """Return True if a cell of an incomplete step is the plan's, with or without confirmed substitutions."""
-    if lane >= plan.plan.lanes:
-        return False
-    (cells,) = plan.consumed(record, step, step + 1, branch=False)
-    return digest in (plan.plan.cell_digest(step, lane), cell_digest(cells[lane]))

@@ -72,8 +72,8 @@ class RunRecord:
         reached: largest number of steps in the trainer's logs.
         findings: errors and notes found so far.
         roots: all heads that the records ever had; None if the ledger is damaged.
-        replaced: substitutions confirmed by digests. True: on the branch; False: in abandoned or incomplete steps. Set
-            by `find_plans`.
+        replaced: confirmed substitutions by step and recorded digest, which is that of a cell if the step is
+            incomplete. Set by `find_plans`.
         stage_plans: the plans of each configuration under the amendments in force at a time. Set by `find_plans`.
     """
 
@@ -88,7 +88,7 @@ class RunRecord:
     reached: int = 0
     findings: list[Finding] = field(default_factory=list)
     roots: Roots | None = None
-    replaced: dict[bool, Replacements] = field(default_factory=lambda: {True: {}, False: {}})
+    replaced: dict[tuple[int, bytes], Replacements] = field(default_factory=dict)
     stage_plans: list[list[Plan]] = field(default_factory=list)
 
     def add(self, severity: Severity, kind: str, subject: str, text: str) -> None:
@@ -112,10 +112,6 @@ class RunRecord:
     def amendments(self) -> list[list[Amendment]]:
         """Return the amendments in force after each amendment and undo, oldest state first."""
         return amendment_states(self.events)
-
-    def substitutions(self, first: int, last: int, *, branch: bool = True) -> Replacements:
-        """Return the confirmed substitutions of steps [first, last), of the branch or of other records."""
-        return {place: pair for place, pair in self.replaced[branch].items() if first <= place[0] < last}
 
     def legs(self) -> list[tuple[int, int, int]]:
         """Return (plan number, first step, end) of each range of the branch under one plan, in order."""

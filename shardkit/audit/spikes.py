@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardkit.arrays import Float64s
-from shardkit.audit.plans import RunPlan
+from shardkit.audit.plans import RunPlan, leg_of
 from shardkit.audit.run_record import RunRecord
 from shardkit.audit.trace import samples_of_step
 from shardkit.errors import FormatError
@@ -186,8 +186,7 @@ def describe_ranked(
     of_step = {step: losses_of_step(record, plans, losses, step)[0] for step in {one.step for one in ranked}}
     found: list[dict[str, object]] = []
     for one in ranked:
-        leg = next(number for number, first, end in record.legs() if first <= one.step < end)
-        size = plans[leg].plan.cell_size
+        size = leg_of(record, plans, one.step).known_plan.plan.cell_size
         found += [
             {"step": one.step, "score": one.score, **asdict(sample)}
             for sample in of_step[one.step]
@@ -205,9 +204,7 @@ def losses_of_step(
         NotFoundError: the run did not consume the step, or nothing was noted for it.
         FormatError: losses are noted for places that the step does not have.
     """
-    samples = samples_of_step(record, plans, step)
-    number = next(number for number, first, end in record.legs() if first <= step < end)
-    plan = plans[number].plan
+    samples, plan = samples_of_step(record, plans, step), leg_of(record, plans, step).known_plan.plan
     places, values = losses.of_step(step)
     noted = dict(zip(places.tolist(), values.tolist(), strict=True))
     strata = plan.population.strata

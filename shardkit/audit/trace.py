@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.audit.plans import RunPlan, pending_cells, planned_ranges
+from shardkit.audit.plans import Leg, RunPlan, leg_of, legs, pending_cells
 from shardkit.audit.replay import stretches
 from shardkit.audit.run_record import GridPlace, RunRecord
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import unpack_sources
 from shardkit.dataset.samples import numbers_in
 from shardkit.errors import NotFoundError
-from shardkit.extras import shell_word
 from shardkit.plan import Plan
 from shardkit.reading.inventory import read_root
 from shardkit.repository.log import first_commit
@@ -109,15 +108,15 @@ def uses_of_many(
         asked = np.unique(np.fromiter(samples, dtype=np.int64))
         numbers = {number: _numbers_in(plans, plan, asked) for number, plan in plans.items()}
     found: list[Use] = []
-    for plan, first, last, branch in _legs(record, plans):
-        own = numbers[plan.number]
-        replaced = record.substitutions(first, last, branch=branch)
-        for epoch, sample, place in _planned_places(plan.plan, own, first, last):
+    for leg in legs(record, plans):
+        plan, own = leg.known_plan.plan, numbers[leg.known_plan.number]
+        replaced = leg.substitutions(leg.first, leg.end)
+        for epoch, sample, place in _planned_places(plan, own, leg.first, leg.end):
             if place not in replaced:
-                found.append(_use(record, sample, epoch, place, branch=branch))
+                found.append(_use(record, sample, epoch, place, branch=leg.is_branch))
         for place, (original, by) in replaced.items():
             if by in own:
-                found.append(_use(record, by, place[0] // _pass_steps(plan.plan), place, original, branch))
+                found.append(_use(record, by, place[0] // _pass_steps(plan), place, original, leg.is_branch))
     found += _incomplete(record, plans, numbers)
     return sorted(found, key=lambda use: (use.step, use.lane, use.slot))
 
@@ -162,14 +161,15 @@ def _incomplete(
     record: RunRecord, plans: dict[int, RunPlan], numbers: dict[int, NDArray[np.int64]]
 ) -> Iterator[Use]:
     """Yield the uses in recorded cells of steps that are not in the ledger."""
-    for plan, step, lane, _ in pending_cells(record, plans):
+    for plan, step, lane, digest in pending_cells(record, plans):
         if lane >= plan.plan.lanes:
             continue
-        (cells,) = plan.consumed(record, step, step + 1, branch=False)
-        for slot in np.flatnonzero(np.isin(cells[lane], numbers[plan.number])).tolist():
-            place = (step, lane, slot)
-            sample = int(cells[lane, slot])
-            original = record.replaced[False].get(place, (None, 0))[0]
+        cell, replaced = plan.plan.cell(step, lane).copy(), record.replaced.get((step, digest), {})
+        for (_, _, slot), (_, by) in replaced.items():
+            cell[slot] = by
+        for slot in np.flatnonzero(np.isin(cell, numbers[plan.number])).tolist():
+            place, sample = (step, lane, slot), int(cell[slot])
+            original = replaced.get(place, (None, 0))[0]
             yield _use(record, sample, step // _pass_steps(plan.plan), place, original, False)
 
 
@@ -179,16 +179,12 @@ def samples_of_step(record: RunRecord, plans: dict[int, RunPlan], step: int) -> 
     Raises:
         NotFoundError: the run did not consume this step.
     """
-    for plan, first, last, branch in _legs(record, plans):
-        if branch and first <= step < last:
-            return list(_describe_step(record, plan, step))
-    steps = record.branch["step"]
-    holds = f"steps {steps[0]} to {steps[-1]}" if len(steps) else "no step"
-    raise NotFoundError(f"step {step} was not consumed: the run's ledger holds {holds}")
+    return list(_describe_step(leg_of(record, plans, step), step))
 
 
-def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[StepSample]:
-    (cells,), replaced = plan.consumed(record, step, step + 1), record.substitutions(step, step + 1)
+def _describe_step(leg: Leg, step: int) -> Iterator[StepSample]:
+    plan, replaced = leg.known_plan, leg.substitutions(step, step + 1)
+    (cells,) = leg.consumed(step, step + 1)
     lanes, slots = np.nonzero(cells >= 0)
     samples = cells[lanes, slots]
     where = plan.dataset.rows.locate(samples)
@@ -204,21 +200,6 @@ def _describe_step(record: RunRecord, plan: RunPlan, step: int) -> Iterator[Step
             lane, slot, sample, index.original_key(row), plan.dataset.table.digest_text(shard), row,
             block - first_block, index.source(row), original,
         )  # fmt: skip
-
-
-# ---- ranges of steps under one plan
-
-
-def _legs(record: RunRecord, plans: dict[int, RunPlan]) -> Iterator[tuple[RunPlan, int, int, bool]]:
-    """Yield (plan, first step, end, True if on the branch) of each range of steps under one plan."""
-    for one, plan, is_branch in planned_ranges(record, plans):
-        first, end = int(one[0]["step"]), int(one[-1]["step"]) + 1
-        if plan is None:
-            raise NotFoundError(
-                f"the plan of steps {first} to {end - 1} cannot be made again; run: "
-                f"shardkit audit {shell_word(record.path)}"
-            )
-        yield plan, first, end, is_branch
 
 
 def _places(plan: Plan, sample: int, first: int, last: int) -> Iterator[tuple[int, GridPlace]]:

@@ -434,6 +434,27 @@ def test_diff_knows_rebuilt_data_with_equal_content(tmp_path: Path) -> None:
     assert "rebuilt data" in document["reasons"][-1]
 
 
+@pytest.mark.parametrize("changed", [None, 17])
+def test_diff_follows_both_runs_through_changes_of_their_plans(tmp_path: Path, changed: int | None) -> None:
+    """Over the same data, and over data with one other sample."""
+    roots = [build(tmp_path / "a"), build(tmp_path / "b", changed=changed)]
+    for root, run, more in zip(roots, ("one", "other"), ({}, {"weights": {"1": 3}}), strict=True):
+        dataset = shardkit.open(root)
+        first = dataset.plan(**SETTINGS)
+        for plan, begin, end in ((first, 0, 10), (first.amend(from_step=10, skip=(10, 12), **more), 10, 20)):
+            with dataset.loader(plan, rank=0, world=1, run=tmp_path / run, tensors=False) as loader:
+                loader.seek(begin)
+                for _ in batches_until(loader, end):
+                    pass
+    for run, step in (("one", None), ("other", 10)):
+        document = document_of(
+            "audit", "diff", str(tmp_path / "one"), str(tmp_path / run), code=0 if step is None else 5
+        )
+        assert document["diverges"] == step
+        assert (document["cells"] == []) == (step is None)
+    assert "stages" in document["settings"]
+
+
 # ---- trace
 
 
