@@ -438,7 +438,8 @@ def test_diff_knows_rebuilt_data_with_equal_content(tmp_path: Path) -> None:
 def test_diff_follows_both_runs_through_changes_of_their_plans(tmp_path: Path, changed: int | None) -> None:
     """Over the same data, and over data with one other sample."""
     roots = [build(tmp_path / "a"), build(tmp_path / "b", changed=changed)]
-    for root, run, more in zip(roots, ("one", "other"), ({}, {"weights": {"1": 3}}), strict=True):
+    changes: list[dict[str, Any]] = [{}, {"weights": {"1": 3}}]
+    for root, run, more in zip(roots, ("one", "other"), changes, strict=True):
         dataset = shardkit.open(root)
         first = dataset.plan(**SETTINGS)
         for plan, begin, end in ((first, 0, 10), (first.amend(from_step=10, skip=(10, 12), **more), 10, 20)):
