@@ -7,7 +7,7 @@ when they are whole.
     hf           the same as Arrow streams, bytes that are pictures as Image, labels with class names as ClassLabel
     jsonl        an object a line, arrays as lists; no bytes, no NaN; no keys
     webdataset   members by the conventions of webdataset (``key.jpg``, ``key.cls``, ``key.left.jpg``); names of fields
-                 in lower case
+                 in lower case; dates, times and decimals as text, lists of texts as json
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from shardkit.dataset.about import about_of
 from shardkit.dataset.croissant import croissant_document
 from shardkit.dataset.samples import all_numbers, read_runs
 from shardkit.errors import SampleError, SchemaError, StoreError, UsageError
+from shardkit.extras import shell_word
 from shardkit.formats import Block, FieldType, Schema
 from shardkit.formats.arrow_writing import arrow_schema, record_batch
 from shardkit.formats.schema import KEY_FIELD
@@ -68,6 +69,8 @@ _PICTURES = frozenset(["jpg", "png", "gif", "tiff", "webp", "bmp"])
 
 Form = Literal["parquet", "jsonl", "webdataset", "hf"]
 _SUFFIXES: dict[Form, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "webdataset": ".tar", "hf": ".arrow"}
+_TOLD = {"jsonl": ("bool", "int64", "float64", "str"), "webdataset": ("int64", "str", "json", "bytes")}
+"""Types that a build infers from files of a form; of other forms it infers all."""
 
 
 class _Run(NamedTuple):
@@ -248,9 +251,17 @@ def _is_tar_key(key: str, limit: int) -> bool:
 def _write_member(
     stream: BinaryIO, before: str, name: str, dotted: str, kind: FieldType, payload: bytes
 ) -> None:
-    extension = member_extension(kind, payload)
+    if (
+        kind.logical is not None or kind.kind == "list"
+    ):  # shards hold numbers and packed items, which no reader knows
+        value = Schema({name: kind.required}).decode([payload])[name]
+        text = logical_text(value)
+        extension, text = ("json", json.dumps(value, ensure_ascii=False)) if text is None else ("txt", text)
+        prefix, content = b"", text.encode()
+    else:
+        extension = member_extension(kind, payload)
+        prefix, content = member_parts(kind, payload)
     suffix = extension if FIELD_OF_EXTENSION.get(extension) == name else f"{dotted}.{extension}"
-    prefix, content = member_parts(kind, payload)
     size = len(prefix) + len(content)
     stream.write(member_header(f"{before}{suffix}".encode(), size))
     stream.write(prefix)
@@ -307,7 +318,10 @@ def _check_fields(form: Form, schema: Schema) -> None:
     for member, (name, kind) in zip(member_names(schema), schema.items(), strict=True):
         others = "parquet, jsonl or hf"
         if form == "jsonl" and "bytes" in (kind.kind, str(kind.items)):
-            why, others = f"is {kind}, which JSON does not have", "parquet, webdataset or hf"
+            others = "parquet or hf" if kind.kind == "list" else "parquet, webdataset or hf"
+            why = f"is {kind}, which JSON does not have"
+        elif form == "webdataset" and kind.kind == "list" and str(kind.items) == "bytes":
+            why, others = f"is {kind}, which members of tars do not have", "parquet or hf"
         elif form == "webdataset" and name != name.lower():
             why = f"({kind}): readers of WebDataset make names of members lower case"
         elif form == "webdataset" and "%-" in member:
@@ -387,8 +401,8 @@ def export(
     """Hand a version to other tools.
 
     parquet, jsonl, webdataset and hf (a folder for datasets.load_from_disk) write the samples, each verified
-    on the way; PATH appears when it is whole, and builds again as it is. sha256sums lists every object of the
-    version, with paths as they are in ROOT, and adopted files at their places; urls lists the shards alone, in
+    on the way. PATH appears when it is whole; a build of it gives the same samples, with the --schema that is
+    printed where the files do not tell all types. sha256sums lists every object of the version, with paths as they are in ROOT, and adopted files at their places; urls lists the shards alone, in
     order; croissant is a description with licences, fields and the SHA-256 of every shard.
 
     Example: shardkit export data/cats --as parquet --where "label < 5" -o cats.parquet
@@ -432,6 +446,12 @@ def _export_samples(
     console.print_line(
         f"{out}: {count_text(len(view), 'sample')} in {count_text(files, 'file')}, {bytes_text(nbytes)}"
     )
+    untold = [
+        f"{name}={kind}" for name, kind in schema.items() if form in _TOLD and str(kind) not in _TOLD[form]
+    ]
+    if untold:
+        words = " ".join(f"--schema {shell_word(one)}" for one in untold)
+        console.print_line(f"{form} does not tell all types: build it with {words}", "dim")
 
 
 def _sums(dataset: Dataset) -> Iterator[str]:

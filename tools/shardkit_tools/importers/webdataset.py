@@ -235,6 +235,7 @@ def _common_type(known: str, found: str, where: str) -> str:
 
 _LIKELY = {"label": "int64", "text": "str", "meta": "json"}  # field → its type, for advice
 _INTEGERS = frozenset(["cls", "cls2", "index", "count", "id", "inx"])
+_JSON = ("json", "jsn")
 
 
 def field_type_of(extension: str, data: bytes, where: str) -> str:
@@ -244,7 +245,7 @@ def field_type_of(extension: str, data: bytes, where: str) -> str:
         return "int64"
     if suffix in TEXTS:
         return "str"
-    if suffix in ("json", "jsn"):
+    if suffix in _JSON:
         return "json"
     if suffix == "npy":
         array = read_array(data, where)
@@ -263,7 +264,7 @@ def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
     suffix, kind = extension.rpartition(".")[2], kind.removesuffix("?")
     if kind == "bytes":
         return data
-    if kind == "json":
+    if kind == "json" or (kind != "str" and suffix in _JSON):
         return parse_json(data, where)
     if kind != "str" and suffix in _INTEGERS:
         text = data.strip()
