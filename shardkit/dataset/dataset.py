@@ -84,7 +84,8 @@ class Dataset(Samples):
         """Return a view of some samples; nothing is written. `shardkit select` commits it as a version.
 
         Args:
-            where: a condition over scalar and str fields, such as ``"label < 5"``.
+            where: a condition over scalar and str fields, such as ``"label < 5"``; as in SQL, a comparison with a
+                missing value is neither true nor false.
             rows: sample numbers of *this* dataset, in any order; negative ones count from the end.
 
         Examples:

@@ -68,11 +68,8 @@ def without_spaces(text: str) -> str:
 
 Mask = NDArray[np.bool_]
 
-
-def _is_in(left: Any, right: tuple[Any, ...]) -> Any:
-    return np.isin(left, np.array(right, dtype=getattr(left, "dtype", None)))
-
-
+_Operand = str | int | float | tuple[str | int | float, ...] | NDArray[Any]
+_LARGEST_FLOAT = float(np.finfo(np.float64).max)
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
@@ -80,13 +77,26 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
-    ast.In: _is_in,
-    ast.NotIn: lambda left, right: ~_is_in(left, right),
 }
+
+
+class _Truth(NamedTuple):
+    """Where a condition is true and where it is false, (rows,) bool each; neither where a value is missing."""
+
+    true: Mask
+    false: Mask
+
+    def __and__(self, other: _Truth) -> _Truth:
+        return _Truth(self.true & other.true, self.false | other.false)
+
+    def __invert__(self) -> _Truth:
+        return _Truth(self.false, self.true)
 
 
 class Where:
     """A parsed condition.
+
+    Missing values are treated as in SQL: a comparison with one is neither true nor false, and so is its negation.
 
     Args:
         text: for example ``"label < 5"`` or ``"lang in ('en', 'de') and not (score < 0.5)"``.
@@ -120,64 +130,92 @@ class Where:
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Compare):
                 self._store_literals(node)
+        no_rows = {name: (self._no_values(name), np.empty(0, np.bool_)) for name in self.fields}
+        self._truth(self._tree, no_rows)  # refuses what is not understood
 
     def of_block(self, block: Block) -> Mask:
-        """Return (rows,) bool, True for rows of a block that meet the condition.
-
-        A row without a value for any field of the condition does not meet it.
-        """
-        columns: dict[str, NDArray[Any]] = {}
-        present = np.ones(block.rows, np.bool_)
+        """Return (rows,) bool, True for rows of a block for which the condition is true."""
+        columns: dict[str, tuple[NDArray[Any], Mask]] = {}
         for name in self.fields:
-            present &= block.present(name)
             column = block.column(name)
             if isinstance(column, FixedColumn):
-                columns[name] = column.values
+                values = column.values
             else:
                 data = column.data.tobytes()
                 borders = zip(column.starts.tolist(), column.ends.tolist(), strict=True)
-                columns[name] = np.array([str(data[a:b], "utf-8") for a, b in borders], dtype=np.str_)
-        return present & self(columns)
+                values = np.array([str(data[a:b], "utf-8") for a, b in borders], dtype=object)
+            columns[name] = values, block.present(name)
+        return self._truth(self._tree, columns).true
 
-    def __call__(self, columns: Mapping[str, NDArray[Any]]) -> Mask:
-        """Return (n,) bool, True for rows that meet the condition. `columns` maps `fields` to (n,) arrays."""
-        rows = len(next(iter(columns.values())))
-        return np.broadcast_to(np.asarray(self._truth(self._tree, columns), dtype=bool), (rows,))
+    def _no_values(self, name: str) -> NDArray[Any]:
+        kind = self._schema[name]
+        return np.empty(0, object if kind.kind == "str" else kind.numpy_dtype)
 
-    def _truth(self, node: ast.expr, columns: Mapping[str, NDArray[Any]]) -> Any:
+    def _truth(self, node: ast.expr, columns: Mapping[str, tuple[NDArray[Any], Mask]]) -> _Truth:
         match node:
-            case ast.BoolOp(op=op, values=values):
-                reduce = np.logical_and if isinstance(op, ast.And) else np.logical_or
-                return functools.reduce(reduce, [self._truth(value, columns) for value in values])
+            case ast.BoolOp(op=ast.And(), values=values):
+                return functools.reduce(operator.and_, [self._truth(value, columns) for value in values])
+            case ast.BoolOp(values=values):
+                return ~functools.reduce(operator.and_, [~self._truth(value, columns) for value in values])
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return np.logical_not(self._truth(operand, columns))
-            case ast.Compare():
-                return self._compare(node, columns)
+                return ~self._truth(operand, columns)
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                pairs = itertools.pairwise([left, *others])
+                return functools.reduce(
+                    operator.and_,
+                    [self._compare(op, pair, columns) for op, pair in zip(ops, pairs, strict=True)],
+                )
             case ast.Name(id=name):
-                return columns[name].astype(bool)
+                column, present = columns[name]
+                holds = column.astype(bool)
+                return _Truth(present & holds, present & ~holds)
         raise self._unreadable(node)
 
-    def _compare(self, node: ast.Compare, columns: Mapping[str, NDArray[Any]]) -> Any:
-        values = [self._value(part, columns) for part in (node.left, *node.comparators)]
-        result: Any = True
-        for op, (left, right) in zip(node.ops, itertools.pairwise(values), strict=True):
-            if type(op) not in _COMPARISONS or isinstance(right, tuple) != isinstance(
-                op, (ast.In, ast.NotIn)
-            ):
-                raise self._unreadable(node)
-            result = np.logical_and(result, _COMPARISONS[type(op)](left, right))
-        return result
+    def _compare(
+        self,
+        op: ast.cmpop,
+        pair: tuple[ast.expr, ast.expr],
+        columns: Mapping[str, tuple[NDArray[Any], Mask]],
+    ) -> _Truth:
+        left, right = (self._value(node, columns) for node in pair)
+        known = [columns[node.id][1] for node in pair if isinstance(node, ast.Name)]
+        comparison = ast.Compare(left=pair[0], ops=[op], comparators=[pair[1]])
+        if (
+            not known
+            or isinstance(left, tuple)
+            or isinstance(right, tuple) != isinstance(op, ast.In | ast.NotIn)
+        ):
+            raise self._unreadable(comparison)
+        others = right if isinstance(right, tuple) else (right,)
+        if any(_is_text(left) != _is_text(other) for other in others):
+            raise UsageError(
+                f"where={self.text!r}: {ast.unparse(comparison)!r} compares text with a number; put quotes around "
+                "text only"
+            )
+        if isinstance(right, tuple):
+            holds = _is_in(left, right) ^ isinstance(op, ast.NotIn)
+        elif type(op) in _COMPARISONS:
+            holds = _COMPARISONS[type(op)](_comparable(left, right), _comparable(right, left))
+        else:
+            raise self._unreadable(comparison)
+        present = functools.reduce(np.logical_and, known)
+        return _Truth(present & holds, present & ~holds)
 
-    def _value(self, node: ast.expr, columns: Mapping[str, NDArray[Any]]) -> Any:
+    def _value(self, node: ast.expr, columns: Mapping[str, tuple[NDArray[Any], Mask]]) -> _Operand:
         match node:
             case ast.Name(id=name):
-                return columns[name]
-            case ast.Constant(value=int() | float() | str() as value):
-                return value
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._value(operand, columns)
+                return columns[name][0]
+            case ast.Constant(value=str() as text):
+                return text
+            case ast.Constant(value=int() | float() as number):
+                return number if number <= _LARGEST_FLOAT else np.inf
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number if number <= _LARGEST_FLOAT else -np.inf
             case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
-                return tuple(self._value(element, columns) for element in elements)
+                values = [self._value(element, columns) for element in elements]
+                literals = tuple(value for value in values if isinstance(value, str | int | float))
+                if len(literals) == len(values):
+                    return literals
         raise self._unreadable(node)
 
     def _store_literals(self, node: ast.Compare) -> None:
@@ -201,6 +239,30 @@ class Where:
             f"where={self.text!r}: {ast.unparse(node)!r} is not understood; names, literals, comparisons, in, and, "
             "or, not are"
         )
+
+
+def _is_text(value: _Operand) -> bool:
+    return value.dtype == object if isinstance(value, np.ndarray) else isinstance(value, str)
+
+
+def _comparable(value: _Operand, other: _Operand) -> Any:
+    """Return a value so that NumPy compares all of it.
+
+    Floats become float64 if the other value is a number beyond their range; a text literal keeps NULs at its end.
+    """
+    if isinstance(value, str):
+        return np.array(value, dtype=object)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f" and isinstance(other, int | float):
+        return value.astype(np.float64) if abs(other) > float(np.finfo(value.dtype).max) else value
+    return value
+
+
+def _is_in(values: Any, literals: tuple[str | int | float, ...]) -> Mask:
+    """Return (n,) bool, True for values that are equal to a literal; floats as `values == literal` compares them."""
+    if values.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            literals = tuple(values.dtype.type(one).item() for one in literals)
+    return np.fromiter(map(set(literals).__contains__, values.tolist()), np.bool_, len(values))
 
 
 _MOST_POWER = 4

@@ -70,7 +70,7 @@ def extend_version(
         UsageError: a new field exists already, or the version is merged.
     """
     own, table = dataset.manifest, dataset.table
-    empty = msgspec.structs.replace(own, schema=fields.schema, added=(), parent=None)
+    empty = msgspec.structs.replace(own, schema=fields.schema, lookups=(), costs=(), added=(), parent=None)
     extend(own, empty, parent=own.id)  # refuses names that exist, before anything is written
     blocks = _Blocks(dataset, fields)
     records = []

@@ -274,6 +274,24 @@ def test_costs_of_added_fields_without_values_are_counted_as_0(root: str, tmp_pa
         assert sum(len(batch["samples"]) for batch in loader) == ROWS
 
 
+@FORMATS
+def test_lookups_and_costs_stay(root: str, tmp_path: Path) -> None:
+    output_of("rebuild", root, "--lookup", "key,text", "--cost", "label + 1")
+    before = shardkit.open(root).manifest
+    extend(root, from_=table(tmp_path))
+    extend(
+        root,
+        from_=table(tmp_path),
+        options=ImportOptions(columns=("key", "score"), rename={"score": "second"}),
+    )
+    dataset = shardkit.open(root)
+    check(dataset)
+    assert (dataset.manifest.lookups, dataset.manifest.costs) == (before.lookups, before.costs)
+    found = document_of("find", root, "--field", f"text={dataset[5]['text']}")
+    assert [one["sample"] for one in found["found"]] == [5]
+    assert dataset.plan(global_batch=24, cost="label + 1").step(0).shape
+
+
 def test_a_function_makes_the_fields(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(tmp_path, "quality_of_rows.py").write_text(
         "def length(sample):\n    return {'length': len(sample['text'])}\n"
