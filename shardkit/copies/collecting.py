@@ -84,6 +84,8 @@ class Collection:
     due_bytes: int = 0  # bytes of those objects in the root; set only without `delete`
     deleted: dict[str, int] = field(default_factory=dict)  # location → number of copies deleted
     finished: int = 0  # number of deletions of killed calls that this call finished
+    # version of the history that no location has whole → what is missing or damaged
+    lost_versions: dict[str, str] = field(default_factory=dict)
     # location → its error; its garbage is kept until the next call
     unreachable: dict[str, str] = field(default_factory=dict)
 
@@ -123,7 +125,7 @@ def collect(
     before = (repository.head() or NO_COMMIT).deletion
     reading = Repository.open(repository.url, read_only=True)
     now = time.time()
-    live = mark_live(reading, repository.newest_commits(), now - history_s)
+    live = mark_live(reading, repository.newest_commits(), now - history_s, done.lost_versions)
     listed = work.list_objects()
     garbage = {name for name in listed if _is_ours(name)} - live
     done.live, done.garbage = len(listed) - len(garbage), len(garbage)
@@ -141,7 +143,9 @@ def collect(
         def still_due(head: LogEntry | None) -> list[str]:
             if (head or NO_COMMIT).deletion != before:
                 return []  # another deletion ended meanwhile, so objects of this listing may have been put again
-            return sorted(chosen - mark_live(reading, repository.newest_commits(), now - history_s))
+            return sorted(
+                chosen - mark_live(reading, repository.newest_commits(), now - history_s, done.lost_versions)
+            )
 
         work.collect(still_due)
     forget_lists(store, repository.head())
@@ -343,16 +347,20 @@ def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[st
     return now or set(), recent - (now or set())
 
 
-def mark_live(repository: Repository, log: Iterable[LogEntry], since: float) -> set[str]:
-    """Return the names of objects that refs, tags and the history since `since` need, or running builds have put."""
+def mark_live(
+    repository: Repository, log: Iterable[LogEntry], since: float, lost: dict[str, str]
+) -> set[str]:
+    """Return the names of objects that refs, tags and the history since `since` need, or running builds have put.
+
+    Versions of the history that no location has whole need nothing, and are added to `lost`.
+    """
     now, past = versions_of(log, since)
-    # Old versions may be incomplete, which is no error.
-    return _mark(repository, now) | _mark(repository, past, optional=True) | objects_of_builds(repository)
+    return _mark(repository, now) | _mark(repository, past, lost) | objects_of_builds(repository)
 
 
-def _mark(repository: Repository, versions: Iterable[str], *, optional: bool = False) -> set[str]:
+def _mark(repository: Repository, versions: Iterable[str], lost: dict[str, str] | None = None) -> set[str]:
     found: set[str] = set()
-    for inventory in walk_versions(repository.store, versions, optional=optional):
+    for inventory in walk_versions(repository.store, versions, lost=lost):
         found |= {name for name, _ in inventory.names()} | parity_names(repository.store, inventory)
     return found
 

@@ -388,7 +388,7 @@ def encode_parity(
     Args:
         repository: the root.
         parity: size of the sets; None: encode nothing.
-        versions: manifest ids. Versions without a manifest are skipped.
+        versions: manifest ids. Versions that no location has whole are skipped.
         pace: rate limit of the reads.
     """
     done = Encoding(repository.url)
@@ -396,7 +396,7 @@ def encode_parity(
         return done
     reading = Repository.open(repository.url, read_only=True).store
     copies = [one.store for one in reading.locations[1:]] if isinstance(reading, LocatedStore) else []
-    for inventory in walk_versions(repository.store, versions, optional=True):
+    for inventory in walk_versions(repository.store, versions, lost={}):
         if not inventory.manifest.parts:
             try:
                 _encode(repository.store, copies, inventory, parity, pace or RateLimiter(), done)

@@ -235,10 +235,13 @@ def take_inventory(store: Store, manifest_id: str, *, unreadable: Unreadable | N
     return Inventory(manifest, read_pages(store, manifest, unreadable=unreadable))
 
 
-def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = False) -> Iterator[Inventory]:
+def walk_versions(
+    store: Store, versions: Iterable[str], *, lost: dict[str, str] | None = None
+) -> Iterator[Inventory]:
     """Yield the inventories of versions, of their added fields, and of their parts in this root, each once.
 
-    With `optional`, versions whose manifest is missing are skipped.
+    Versions of which no location has the manifest and all pages are skipped, and added to `lost` with the reason;
+    without `lost`, the error is raised.
     """
     waiting, seen = sorted(versions), set[str]()
     while waiting:
@@ -248,10 +251,11 @@ def walk_versions(store: Store, versions: Iterable[str], *, optional: bool = Fal
         seen.add(version)
         try:
             inventory = take_inventory(store, version)
-        except NotFoundError:
-            if optional:
-                continue
-            raise
+        except (NotFoundError, IntegrityError, FormatError) as error:
+            if lost is None:
+                raise
+            lost[version] = str(error)
+            continue
         waiting += [one for one in inventory.manifest.added if one not in seen]
         waiting += [
             part for _, part in inventory.manifest.parts if part not in seen and _is_here(store, part)

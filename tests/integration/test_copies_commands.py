@@ -12,7 +12,9 @@ import pytest
 import shardkit
 from shardkit.reading.attestations import read_attestations
 from shardkit.stores.local import open_store
+from shardkit.stores.store import object_name
 from tests.command_line import document_of, output_of
+from tests.flips import flip
 from tests.servers.object_stores import s3_client, s3_environment
 
 BUCKET = "copies"
@@ -290,3 +292,35 @@ def test_a_critical_stratum_that_there_is_not_is_named_with_those_that_there_are
     told = output_of("build", source, root, "--stratify", "label", "--ref", "again")
     assert "is in no version" not in told
     output_of("place", root, "--undo")
+
+
+@pytest.mark.parametrize("kind", ["manifest", "page"])
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_an_old_version_that_is_lost_does_not_stop_gc(kind: str, is_missing: bool, tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for number in range(2):
+        with shardkit.create(root, {"n": "int64"}, replace=True) as writer:
+            writer.add({"n": number})
+        (tmp_path / f"{number}").write_text(shardkit.open(root).manifest.id)
+    versions = [(tmp_path / f"{number}").read_text() for number in range(2)]
+    pages = [shardkit.open(f"{root}@{one}").manifest.pages[0].digest for one in versions]
+    digests = versions if kind == "manifest" else pages
+    places = [root / object_name(digest, kind) for digest in digests]
+    good = [place.read_bytes() for place in places]
+
+    def damage(number: int) -> None:
+        if is_missing:
+            places[number].unlink()
+        else:
+            flip(places[number])
+
+    damage(1)
+    output_of("gc", root, "--delete", "--grace", "0s", code=1 if is_missing else 4)  # main needs it
+    places[1].write_bytes(good[1])
+    damage(0)
+    for _ in range(2):
+        found = document_of("gc", root, "--delete", "--grace", "0s")
+        assert list(found["lost_versions"]) == [versions[0]]
+    assert found["deleted"]
+    output_of("verify", root)
+    assert [sample["n"] for sample in shardkit.open(root)] == [1]

@@ -257,15 +257,13 @@ def _write_member(
         value = Schema({name: kind.required}).decode([payload])[name]
         text = logical_text(value)
         extension, text = ("json", json.dumps(value, ensure_ascii=False)) if text is None else ("txt", text)
-        prefix, content = b"", text.encode()
+        parts: tuple[bytes, bytes | memoryview] = (b"", text.encode())
     else:
-        extension = member_extension(kind, payload)
-        prefix, content = member_parts(kind, payload)
+        extension, parts = member_extension(kind, payload), member_parts(kind, payload)
     suffix = extension if FIELD_OF_EXTENSION.get(extension) == name else f"{dotted}.{extension}"
-    size = len(prefix) + len(content)
+    size = sum(map(len, parts))
     stream.write(member_header(f"{before}{suffix}".encode(), size))
-    stream.write(prefix)
-    stream.write(content)
+    stream.writelines(parts)
     stream.write(bytes(padded(size) - size))
 
 
