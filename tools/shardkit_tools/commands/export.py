@@ -400,8 +400,9 @@ def export(
 
     parquet, jsonl, webdataset and hf (a folder for datasets.load_from_disk) write the samples, each verified
     on the way. PATH appears when it is whole; a build of it gives the same samples, with the --schema that is
-    printed where the files do not tell all types. sha256sums lists every object of the version, with paths as they are in ROOT, and adopted files at their places; urls lists the shards alone, in
-    order; croissant is a description with licences, fields and the SHA-256 of every shard.
+    printed where the files do not tell all types. sha256sums lists every object of the version, with paths as
+    they are in ROOT, and adopted files at their places; urls lists the shards alone, in order; croissant is a
+    description with licences, fields and the SHA-256 of every shard.
 
     Example: shardkit export data/cats --as parquet --where "label < 5" -o cats.parquet
     """
