@@ -24,7 +24,7 @@ TYPES = {
     "big": "int64", "small": "int8?", "huge": "uint64", "half": "float16?", "score": "float32", "good": "bool?",
     "text": "str", "note": "str?",
 }  # fmt: skip
-NUMBERS = {
+NUMBERS: dict[str, list[Any]] = {
     "big": [0, 1, -1, 3, -(2**63), 2**63 - 1, 2**53 + 1],
     "small": [0, 1, -1, 3, -128, 127, None],
     "huge": [0, 1, 3, 2**63, 2**64 - 1, 2**53 + 1],

@@ -165,10 +165,10 @@ def _indexes_last() -> Iterator[None]:
         yield
 
 
-def _mark_refs(repository: Any, log: Any, since: float) -> Any:
+def _mark_refs(repository: Any, log: Any, *given: Any) -> Any:
     """What only tags name is not alive."""
     untagged = (msgspec.structs.replace(entry, tags={}) for entry in log)
-    return _MARK_LIVE(repository, untagged, since)
+    return _MARK_LIVE(repository, untagged, *given)
 
 
 def _listed(store: Any, name: str, size: int | None, _depth: Any, pace: Any = None) -> Any:
