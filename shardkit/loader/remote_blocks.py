@@ -84,7 +84,6 @@ class RemoteBlocks:
             ahead_bytes=ahead,
             threads=_AHEAD_THREADS,
             nearby=None if setup.holders is None else self._nearby(setup.holders),
-            clock=int(plan.digest[:16], 16),
         )
         self.reader: BlockReader = sources.reader.through(self.supply)
         self.journaled = JournaledEvents()

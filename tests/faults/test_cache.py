@@ -376,9 +376,9 @@ class TestFuture:
         for request, data in blocks[:10]:
             ours.fetch(request, functools.partial(bytes, data))
         needed = np.array([request.place for request, _ in blocks[:5]], dtype=np.uint64)
-        theirs.lease.publish(Future.of(needed, np.arange(5)), 0)
+        theirs.lease.publish(Future.of(needed, np.arange(5)))
         mine = np.array([request.place for request, _ in blocks[10:]], dtype=np.uint64)
-        ours.lease.publish(Future.of(np.concatenate([mine, mine]), np.arange(20)), 0)
+        ours.lease.publish(Future.of(np.concatenate([mine, mine]), np.arange(20)))
         for request, data in blocks[10:15]:
             ours.fetch(request, functools.partial(bytes, data))
         assert all(ours.get(request) for request, _ in blocks[:5])

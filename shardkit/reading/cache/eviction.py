@@ -123,7 +123,7 @@ FOLDER: Final = "futures"
 """Folder with the published futures of processes."""
 
 _KIND: Final = "cache-future"
-_HEADER: Final = struct.Struct("<qdQQ")  # step now, seconds per step, clock, bytes of the table that follows
+_HEADER: Final = struct.Struct("<qdQ")  # step now, seconds per step, bytes of the table that follows
 _MAX_TABLE_BYTES: Final = 2**31
 _PUBLISH_S: Final = 0.02
 _ENOUGH_STEPS: Final = 8
@@ -138,7 +138,6 @@ class Lease:
         self._lock = threading.Lock()
         self._future: Future | None = None
         self._step, self.pace_s = 0, _PACE_S
-        self.clock = 0
         self._started: tuple[int, float] | None = None  # a step that the trainer received, and the time
         self._file: Handle | None = None
         self.name = secrets.token_hex(16)
@@ -148,10 +147,10 @@ class Lease:
         """Set the current step, at the start or after a jump."""
         self._step = step
 
-    def publish(self, future: Future, clock: int) -> None:
-        """Replace the published future; processes with the same `clock` count the same steps."""
+    def publish(self, future: Future) -> None:
+        """Replace the published future."""
         with self._lock:
-            self._future, self.clock = future, clock
+            self._future = future
             self._write(table=True)
 
     def advance(self, step: int) -> None:
@@ -202,10 +201,10 @@ class Lease:
                         self._file, self.name = None, secrets.token_hex(16)
                     self._file = operations.create_file(folder, self.name)
                     operations.try_lock(self._file)
-                    header = _HEADER.pack(self._step, self.pace_s, self.clock, len(body))
+                    header = _HEADER.pack(self._step, self.pace_s, len(body))
                     write_all(self._file, header + body)
             else:
-                operations.write_at(self._file, _HEADER.pack(self._step, self.pace_s, 0, 0)[:16], 0)
+                operations.write_at(self._file, _HEADER.pack(self._step, self.pace_s, 0)[:16], 0)
 
 
 class Neighbours:
@@ -226,27 +225,26 @@ class Neighbours:
                         read = self._read(folder, name)
                         if read is not None:
                             seen.add(name)
-                            table, step, pace_s, clock = read
-                            pace_s = own.pace_s if clock == own.clock else pace_s
+                            table, step, pace_s = read
                             np.minimum(soonest, _seconds(table.distance(places, step), pace_s), out=soonest)
         self._tables = {name: table for name, table in self._tables.items() if name in seen}
         return soonest
 
-    def _read(self, folder: Handle, name: str) -> tuple[Future, int, float, int] | None:
+    def _read(self, folder: Handle, name: str) -> tuple[Future, int, float] | None:
         operations = active()
         file = operations.open_file(folder, name)
         try:
             if operations.try_lock(file):  # its process is gone
                 operations.unlink(folder, name)
                 return None
-            step, pace_s, clock, size = _HEADER.unpack(operations.read(file, _HEADER.size, 0))
+            step, pace_s, size = _HEADER.unpack(operations.read(file, _HEADER.size, 0))
             table = self._tables.get(name)
             if table is None:
                 if not 0 < size <= _MAX_TABLE_BYTES:
                     return None
                 columns = unpack_columns(operations.read(file, size, _HEADER.size), _KIND).arrays
                 table = self._tables[name] = Future(columns["places"], columns["starts"], columns["steps"])
-            return table, step, pace_s, clock
+            return table, step, pace_s
         finally:
             operations.close(file)
 

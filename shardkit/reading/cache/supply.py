@@ -48,7 +48,6 @@ class BlockFetcher:
         ahead_bytes: memory for blocks that were read ahead.
         threads: largest number of blocks read ahead concurrently.
         nearby: caches of other nodes, asked before the locations.
-        clock: number of the plan; processes with the same number count the same steps.
     """
 
     def __init__(
@@ -58,10 +57,9 @@ class BlockFetcher:
         ahead_bytes: int = 256 << 20,
         threads: int = 16,
         nearby: NearbyCaches | None = None,
-        clock: int = 0,
     ) -> None:
         self.cache = cache
-        self._nearby, self._clock, self._ahead_bytes = nearby, clock, ahead_bytes
+        self._nearby, self._ahead_bytes = nearby, ahead_bytes
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardkit-ahead")
         self._changed = threading.Condition()  # guards everything below
         self._ahead: dict[int, _Ahead] = {}  # by place
@@ -225,7 +223,7 @@ class BlockFetcher:
                 break
         if used_steps and not stopped.is_set():
             future = Future.of(np.concatenate(used_places), np.concatenate(used_steps))
-            self.cache.lease.publish(future, self._clock)
+            self.cache.lease.publish(future)
 
 
 def _start(name: str, work: Callable[[], None]) -> None:
