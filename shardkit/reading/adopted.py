@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from shardkit.documents import xxh3
 from shardkit.errors import IntegrityError, NotFoundError, ShardkitError
 from shardkit.extras import shell_word
-from shardkit.manifest import MIXED, Manifest, ShardTable
+from shardkit.manifest import Manifest
 from shardkit.reading.adopted_places import (
     MAX_GROUP_BYTES,
     AdoptedFile,
@@ -30,9 +30,7 @@ from shardkit.reading.adopted_places import (
     group_name,
     read_adopted_place,
 )
-from shardkit.reading.inventory import version_record_name
 from shardkit.reading.located_store import LocatedStore
-from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.stores.file_operations import Handle, explained, read_exactly
 from shardkit.stores.store import (
     ObjectStat,
@@ -40,7 +38,6 @@ from shardkit.stores.store import (
     Store,
     StoreAround,
     find_checked,
-    object_name,
     parse_object_name,
 )
 from shardkit.stores.waiting import RetryPolicy
@@ -56,8 +53,6 @@ _THREADS: Final = 16
 _GROUPS: Final = 256  # groups of files whose names are kept in memory
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-# shards sampled to learn whether files are remote: files adopted together are mostly in one place
-_ASKED: Final = 64
 
 
 def with_adopted_files(store: Store, manifest: Manifest) -> Store:
@@ -68,32 +63,6 @@ def with_adopted_files(store: Store, manifest: Manifest) -> Store:
         return AdoptedStore(store)
     root = dataclasses.replace(store.locations[0], store=AdoptedStore(store.inner, documents=store))
     return LocatedStore([root, *store.locations[1:]], settings=store.settings, parity=store.parity)
-
-
-def store_of_version(store: Store, manifest: Manifest, table: ShardTable) -> Store:
-    """Return a store for reading a version: it finds adopted files and rebuilds lost objects from parity.
-
-    A local root without parity, copies and remote files is returned as it is, or with its adopted files.
-    """
-    store = with_adopted_files(store, manifest)
-    if not isinstance(store, LocatedStore):
-        has_parity = store.local_path(version_record_name(manifest.id)) is not None
-        if has_parity or (
-            isinstance(store, AdoptedStore) and store.any_far(_some_shards(table, manifest.format))
-        ):
-            store = LocatedStore([Location(name=ROOT_NAME, store=store, domain=store.url)])
-    if isinstance(store, LocatedStore) and MIXED not in (manifest.format, manifest.compression):
-        holders = [one.store for one in store.locations]
-        from shardkit.reading.parity.rebuilding import ParityReads  # imported late: few readers need it
-
-        parity = ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s)
-        return store.with_parity(parity)
-    return store
-
-
-def _some_shards(table: ShardTable, extension: str) -> list[str]:
-    every = max(1, len(table) // _ASKED)
-    return [object_name(table.digest_text(shard), extension) for shard in range(0, len(table), every)]
 
 
 def adopted_place(store: Store, name: str) -> str | None:

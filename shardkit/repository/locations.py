@@ -40,7 +40,7 @@ from shardkit.repository.log import (
     read_entry,
 )
 from shardkit.repository.policy import LocationRecord, LocationTable, absolute_url
-from shardkit.stores.local import check_vacant, open_store
+from shardkit.stores.local import LocalStore, check_vacant, open_store
 from shardkit.stores.remote.clients import endpoint_of
 from shardkit.stores.store import Store, find_checked, root_store, scheme_of
 
@@ -310,6 +310,8 @@ def over_all(
             mark = read_mark(root)
             name = mark.location if mark else ROOT_NAME
             recorded = _others(table, name, heal=heal)
+    if isinstance(store, LocalStore) and not given and not recorded:
+        return store
     others = given_locations(given, heal)
     taken = {name, store.url}.union(*((one.name, one.store.url) for one in others))
     others += [one for one in recorded if one.name not in taken and one.store.url not in taken]

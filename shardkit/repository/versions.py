@@ -22,6 +22,7 @@ from shardkit.documents import Digest, Document, Name, decode, encode
 from shardkit.errors import FormatError, NotFoundError, ShardkitError
 from shardkit.extras import shell_word
 from shardkit.manifest import (
+    MIXED,
     Manifest,
     Selection,
     ShardTable,
@@ -29,11 +30,13 @@ from shardkit.manifest import (
     check_alignment,
     max_selection_bytes,
 )
-from shardkit.reading.adopted import store_of_version
+from shardkit.reading.adopted import AdoptedStore, with_adopted_files
 from shardkit.reading.adopted_places import location_name, resolved
-from shardkit.reading.inventory import read_pages, read_root
+from shardkit.reading.inventory import read_pages, read_root, version_record_name
+from shardkit.reading.located_store import LocatedStore
+from shardkit.reading.objects import ROOT_NAME, Location
 from shardkit.repository.repository import Repository
-from shardkit.stores.store import Descriptor, find_checked, object_name, put_over, scheme_of
+from shardkit.stores.store import Descriptor, Store, find_checked, object_name, put_over, scheme_of
 
 
 class Part(NamedTuple):
@@ -119,13 +122,39 @@ def merged_version(manifest: Manifest, parts: Sequence[tuple[str, Version]]) -> 
 def _load_pages(repository: Repository, manifest: Manifest) -> Version:
     table = ShardTable.concatenate(read_pages(repository.store, manifest))
     check_against(manifest, table)
-    reader = repository.with_store(store_of_version(repository.store, manifest, table))
+    reader = repository.with_store(_store_of(repository.store, manifest, table))
     others = [read_root(repository.store, other) for other in manifest.added]
     if any(other.added for other in others):  # hostile roots could name ever more versions
         raise FormatError(f"manifest {manifest.id}: its added fields have added fields; do not trust it")
     added = tuple(_load_pages(repository, other) for other in others)
     check_alignment(manifest, table, [(one.manifest, one.table) for one in added])
     return Version(manifest, table, (Part("", reader, manifest, 0),), added)
+
+
+# shards sampled to learn whether files are remote: files adopted together are mostly in one place
+_ASKED: Final = 64
+
+
+def _store_of(store: Store, manifest: Manifest, table: ShardTable) -> Store:
+    """Return a store for reading a version: it finds adopted files and rebuilds lost objects from parity.
+
+    A local root without parity, copies and remote files is returned as it is, or with its adopted files.
+    """
+    if manifest.adopted:
+        store = with_adopted_files(store, manifest)
+    if not isinstance(store, LocatedStore):
+        is_far = False
+        if isinstance(store, AdoptedStore):
+            shards = range(0, len(table), max(1, len(table) // _ASKED))
+            is_far = store.any_far(object_name(table.digest_text(shard), manifest.format) for shard in shards)
+        if is_far or store.local_path(version_record_name(manifest.id)) is not None:
+            store = LocatedStore([Location(name=ROOT_NAME, store=store, domain=store.url)])
+    if isinstance(store, LocatedStore) and MIXED not in (manifest.format, manifest.compression):
+        from shardkit.reading.parity.rebuilding import ParityReads  # imported late: few readers need it
+
+        holders = [one.store for one in store.locations]
+        return store.with_parity(ParityReads(holders, manifest, table, attempt_s=store.settings.attempt_s))
+    return store
 
 
 def put_manifest(repository: Repository, manifest: Manifest, pages: Sequence[bytes]) -> Descriptor:
