@@ -28,7 +28,9 @@ from shardkit.errors import CommitConflict, NotFoundError, ShardkitError, UsageE
 from shardkit.extras import shell_word
 from shardkit.formats import Schema
 from shardkit.manifest import (
+    Lookup,
     Manifest,
+    RowCosts,
     ShardRecord,
     ShardTable,
     compose,
@@ -108,9 +110,14 @@ def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[Sh
     numbered = (one._replace(segment_stratum=plan.of_stratum[one.segment_stratum]) for one in shards)
     table = ShardTable.from_records(numbered)
     build = version.build_settings()
-    reader = BlockReader(table, [repository.store], [0], [version.format])
     fields = [lookup.field for lookup in own.lookups] if own else version.lookups
-    expressions = [costs.expression for costs in own.costs] if own else version.costs
+    expressions = [one.expression for one in own.costs] if own else version.costs
+    lookups: tuple[Lookup, ...] = ()
+    costs: tuple[RowCosts, ...] = ()
+    if fields or expressions:
+        reader = BlockReader(table, [repository.store], [0], [version.format])
+        lookups = put_lookups(repository, reader, table, fields, own.lookups if own else ())
+        costs = put_costs(repository, reader, table, version.schema, expressions, own.costs if own else ())
     about = own.about if own else None
     if version.about is not None:
         about = repository.put_object(version.about.to_bytes(), "about").digest
@@ -128,8 +135,8 @@ def make_manifest(repository: Repository, plan: VersionPlan, shards: Sequence[Sh
         parent=own.id if own else None,
         adopted=own is not None and own.adopted,
         about=about,
-        lookups=put_lookups(repository, reader, table, fields, own.lookups if own else ()),
-        costs=put_costs(repository, reader, table, version.schema, expressions, own.costs if own else ()),
+        lookups=lookups,
+        costs=costs,
     )
     put_manifest(repository, manifest, pages)
     return MadeVersion(manifest, _put_splits(repository, plan, manifest, table))
