@@ -157,23 +157,6 @@ class TestSources:
         assert all(path.read_bytes() == data for path, data in documents.items())
         assert verify(tmp_path).exit_code == 0
 
-    def test_log_entries_from_a_copy(self, tmp_path: Path) -> None:
-        root, mirror = tmp_path / "root", tmp_path / "mirror"
-        repository = make(root)
-        for i in range(3):
-            repository.commit(set_tags={f"v{i}": repository.resolve()}, message=str(i))
-        assert call("place", root, "--location", f"mirror={mirror}", "--copies", "2")[0] == 0
-        truth = {path: path.read_bytes() for path in sorted((root / "log").iterdir())}
-        first, second, *_, last = truth
-        flip(first)
-        second.unlink()
-        flip(last)
-        done = repair(str(root))
-        assert done.verdict == "repaired", done
-        assert {one.source for one in done.healed} == {"mirror"}
-        assert {path: path.read_bytes() for path in sorted((root / "log").iterdir())} == truth
-        assert len(Repository.open(root).log()) == len(truth)
-
     def test_an_adopted_tar_comes_back_into_the_root(self, tmp_path: Path) -> None:
         """It is its owner's, and stays as it is; the root then has the good bytes itself."""
         tars = tmp_path / "tars"

@@ -255,17 +255,6 @@ def test_nothing_is_dropped_without_proof_of_good_copies(
     assert _shards(tmp_path / "a") == 1
 
 
-def test_what_the_root_has_lost_comes_back_from_a_copy(tmp_path: Path) -> None:
-    root = _dataset(tmp_path, "a")
-    lost = [*sorted(root.glob("objects/**/*.tar"))[:3], *root.glob("objects/**/*.page")]
-    kept = {path: path.read_bytes() for path in lost}
-    for path in lost:
-        path.unlink()
-    done = replicate(Repository.open(root))
-    assert (done.exit_code, done.lag_before > 0) == (0, True)
-    assert {path: path.read_bytes() for path in lost} == kept
-
-
 def test_an_object_that_is_good_nowhere_is_named(tmp_path: Path) -> None:
     root = _dataset(tmp_path, "a", mode="async")
     victim = min(root.glob("objects/**/*.tar"))
