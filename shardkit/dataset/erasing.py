@@ -213,8 +213,8 @@ def _note(
     for name in sorted(rewriter.empty_strata)[:100]:
         _add(report.not_reached, f"stratum {name!r} has no sample left; its name stays in the manifests")
     replaced = list(rewriter.shards.values())
-    report.rewritten = sum(bool(new.digest) for new in replaced)
-    report.dropped = sum(not new.digest for new in replaced)
+    report.dropped = replaced.count(None)
+    report.rewritten = len(replaced) - report.dropped
 
 
 def _commit(repository: Repository, plan: ErasurePlan, report: ErasureReport) -> None:

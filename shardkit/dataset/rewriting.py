@@ -92,7 +92,9 @@ class ErasureReport(msgspec.Struct, forbid_unknown_fields=True):
 
 class _State(Document, frozen=True, kw_only=True, tag="shardkit-erasure/1"):
     report: ErasureReport
-    shards: dict[str, PublishedShard] = msgspec.field(default_factory=dict)  # replacements, as in `Rewriter`
+    shards: dict[str, PublishedShard | None] = msgspec.field(
+        default_factory=dict
+    )  # replacements, as in `Rewriter`
 
 
 T = TypeVar("T", ErasurePlan, _State)
@@ -114,12 +116,12 @@ class ErasureJournal:
         """Make the plan durable; from then on the erasure will be finished."""
         self._store.put_new(f"{self._folder}plan.json", encode(self.plan))
 
-    def write(self, shards: dict[str, PublishedShard], report: ErasureReport) -> None:
+    def write(self, shards: dict[str, PublishedShard | None], report: ErasureReport) -> None:
         """Record replacements and objects to delete, before anything that they depend on is deleted."""
         document = _State(shards=shards, report=report)
         put_over(self._store, f"{self._folder}objects.json", encode(document))
 
-    def read(self) -> tuple[dict[str, PublishedShard], ErasureReport]:
+    def read(self) -> tuple[dict[str, PublishedShard | None], ErasureReport]:
         """Return what `write` recorded, or no shards and a new report if it was not called."""
         try:
             found = _read(self._store, f"{self._folder}objects.json", _State)
@@ -164,9 +166,8 @@ class Rewriter:
 
     repository: Repository  # repository of the rows
     plan: ErasurePlan  # rows to erase
-    shards: dict[
-        str, PublishedShard
-    ]  # replacements from an earlier attempt, whose originals may be deleted, and new ones
+    # replacements from an earlier attempt, whose originals may be deleted, and new ones; None if no row is left
+    shards: dict[str, PublishedShard | None]
     empty_strata: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -259,7 +260,7 @@ class Rewriter:
             for counts, some in zip(lost, (gone, gone & mask), strict=True):
                 counts += np.bincount(own[some], minlength=len(counts))
         new = self._shard(manifest, page, shard, reader, keep, new_rows)
-        if not new.digest:
+        if new is None:
             return None
         new_selected = page.count_by_segment(shard, keep & mask)
         left = Selection.from_mask(mask[keep])
@@ -277,8 +278,8 @@ class Rewriter:
         reader: BlockReader,
         keep: NDArray[np.bool_],
         segment_rows: NDArray[np.int64],
-    ) -> PublishedShard:
-        """Return the shard without the erased rows; all other rows stay as they are, in the same order."""
+    ) -> PublishedShard | None:
+        """Return the shard without the erased rows, None if no row is left; others stay as they are, in their order."""
         block_rows = int(page.block_rows[shard])
         # Another manifest may divide the same bytes into other segments, and then needs other blocks.
         cut = hashlib.sha256(np.ascontiguousarray(page.digest[shard]).tobytes())
@@ -286,7 +287,7 @@ class Rewriter:
         cut.update(np.array([block_rows, *segment_rows], dtype="<i8").tobytes())
         key = cut.hexdigest()
         if key not in self.shards and not keep.any():
-            self.shards[key] = PublishedShard("", 0, "", 0, 0, 0)
+            self.shards[key] = None
         if key not in self.shards:
             rows = _kept_rows(reader, shard, keep)
             borders = block_starts([n for n in segment_rows.tolist() if n], block_rows).tolist()

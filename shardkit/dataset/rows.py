@@ -149,7 +149,7 @@ class Rows(RowTable):
 class PublishedShard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A shard and its index, as objects; the manifest also needs their segments."""
 
-    digest: str  # "" if an erasure left no row of it
+    digest: str
     size: int
     index_digest: str
     index_size: int

@@ -179,10 +179,6 @@ class Repository:
         """UUID of the repository."""
         return self._identity.id
 
-    @property
-    def read_only(self) -> bool:
-        return self._read_only
-
     # Objects
 
     def put_object(self, data: bytes, extension: str) -> Descriptor:

@@ -256,7 +256,7 @@ def _id_in_a_child(repository: Repository) -> tuple[str, str]:
 def test_repositories_travel_to_other_processes(tmp_path: Path) -> None:
     repository = Repository.create(tmp_path)
     copy = pickle.loads(pickle.dumps(repository))
-    assert (copy.id, copy.url, copy.read_only) == (repository.id, repository.url, False)
+    assert (copy.id, copy.url) == (repository.id, repository.url)
     store = pickle.loads(pickle.dumps(LocalStore(tmp_path, read_only=True)))
     assert store.read_only
     with multiprocessing.get_context("spawn").Pool(1) as pool:
