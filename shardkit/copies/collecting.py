@@ -41,7 +41,7 @@ from shardkit.repository.garbage import (
     write_marks,
 )
 from shardkit.repository.locations import log_conflict
-from shardkit.repository.log import NO_COMMIT, Deletion, LogEntry, read_entry
+from shardkit.repository.log import Deletion, LogEntry, read_entry
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FOLDER
 from shardkit.stores.local import LocalStore
@@ -122,7 +122,7 @@ def collect(
     if delete:
         work.check_logs()
         work.finish_killed(grace_s)
-    before = (repository.head() or NO_COMMIT).deletion
+    before = repository.head().deletion
     reading = Repository.open(repository.url, read_only=True)
     now = time.time()
     live = mark_live(reading, repository.newest_commits(), now - history_s, done.lost_versions)
@@ -140,8 +140,8 @@ def collect(
     if due:
         chosen = set(sorted(due)[:MAX_NAMES])
 
-        def still_due(head: LogEntry | None) -> list[str]:
-            if (head or NO_COMMIT).deletion != before:
+        def still_due(head: LogEntry) -> list[str]:
+            if head.deletion != before:
                 return []  # another deletion ended meanwhile, so objects of this listing may have been put again
             return sorted(
                 chosen - mark_live(reading, repository.newest_commits(), now - history_s, done.lost_versions)
@@ -154,7 +154,7 @@ def collect(
 
 def announce_deletion(
     repository: Repository,
-    names: Callable[[LogEntry | None], Sequence[str]],
+    names: Callable[[LogEntry], Sequence[str]],
     message: str = "garbage: deleting",
 ) -> Deletion | None:
     """Announce in the log the objects to delete: from then on no commit may name them.
@@ -169,11 +169,11 @@ def announce_deletion(
         The deletion, or None if `names` returned no objects.
     """
 
-    def change(head: LogEntry | None) -> Mapping[str, Any] | None:
+    def change(head: LogEntry) -> Mapping[str, Any] | None:
         chosen = names(head)
         if not chosen:
             return None
-        return {"deletion": put_list(root_store(repository.store), (head or NO_COMMIT).n + 1, chosen)}
+        return {"deletion": put_list(root_store(repository.store), head.n + 1, chosen)}
 
     entry = repository.append(change, repository.head(), message)
     return entry.deletion if entry else None
@@ -182,8 +182,8 @@ def announce_deletion(
 def end_deletion(repository: Repository, deletion: Deletion) -> bool:
     """Record the end of a deletion in the log. Return False if another process took it over."""
 
-    def change(head: LogEntry | None) -> Mapping[str, Any] | None:
-        is_current = head is not None and head.deletion == deletion
+    def change(head: LogEntry) -> Mapping[str, Any] | None:
+        is_current = head.deletion == deletion
         return {"deletion": msgspec.structs.replace(deletion, is_ended=True)} if is_current else None
 
     return repository.append(change, repository.head(), "garbage: deleted") is not None
@@ -225,11 +225,11 @@ class Collector:
         self.done.unreachable |= self.found.problems
         return set().union(*self.found.held.values())
 
-    def collect(self, names: Callable[[LogEntry | None], Sequence[str]]) -> None:
+    def collect(self, names: Callable[[LogEntry], Sequence[str]]) -> None:
         """Announce the deletion of `names` in the log, and delete them."""
 
-        def chosen(head: LogEntry | None) -> Sequence[str]:
-            if head is not None and head.deletion is not None and not head.deletion.is_ended:
+        def chosen(head: LogEntry) -> Sequence[str]:
+            if head.deletion is not None and not head.deletion.is_ended:
                 self._refuse_second(head.deletion)
             return names(head)
 
@@ -246,7 +246,7 @@ class Collector:
 
         With None, a deletion of any age is finished, whatever the clock says.
         """
-        found = (self._repository.head() or NO_COMMIT).deletion
+        found = self._repository.head().deletion
         if found is not None and not found.is_ended:
             if grace_s is not None and time.time() - seconds_of(self._time_of(found)) < grace_s:
                 self._refuse_second(found)
@@ -264,8 +264,8 @@ class Collector:
         ):  # without its list, the deletion is only ended
             names = read_list(self.store, found)
 
-        def unchanged(head: LogEntry | None) -> Sequence[str]:
-            return names if head is not None and head.deletion == found else ()
+        def unchanged(head: LogEntry) -> Sequence[str]:
+            return names if head.deletion == found else ()
 
         deletion = announce_deletion(self._repository, unchanged, "garbage: taken over") if names else found
         if deletion is not None and (not names or self._delete(deletion)):
@@ -300,7 +300,7 @@ class Collector:
             held = self.found.held[location.name]
             for name in ordered:
                 if time.monotonic() - checked > _CHECK_EVERY_S:
-                    if (self._repository.head() or NO_COMMIT).deletion != deletion:
+                    if self._repository.head().deletion != deletion:
                         return False
                     checked = time.monotonic()
                 try:

@@ -39,7 +39,7 @@ from shardkit.repository.locations import (
     read_table,
     spare_bytes,
 )
-from shardkit.repository.log import NO_COMMIT, LogEntry, identity_in
+from shardkit.repository.log import LogEntry, identity_in
 from shardkit.repository.policy import LocationRecord, LocationTable, Policy, absolute_url, local_path
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import open_store
@@ -214,8 +214,7 @@ def commit_table(
         CommitConflict: Another process committed a table after `base`.
     """
 
-    def change(head: LogEntry | None) -> Mapping[str, Any]:
-        head = head or NO_COMMIT
+    def change(head: LogEntry) -> Mapping[str, Any]:
         if head.locations != base:
             raise CommitConflict(
                 f"locations of {repository.url} were changed by somebody else meanwhile; look at them (shardkit place "

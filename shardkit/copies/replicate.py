@@ -45,7 +45,7 @@ from shardkit.extras import shell_word
 from shardkit.reading.adopted import AdoptedStore
 from shardkit.reading.objects import DEPTHS, ROOT_NAME, Depth, Location
 from shardkit.repository.locations import log_conflicts, mirror_log, read_table
-from shardkit.repository.log import NO_COMMIT, LogEntry
+from shardkit.repository.log import LogEntry
 from shardkit.repository.policy import LocationTable
 from shardkit.repository.repository import Repository
 from shardkit.stores.store import root_store
@@ -274,10 +274,8 @@ def commit(
     )
 
 
-def _copies_of_commit(
-    repository: Repository, head: LogEntry | None, versions: Sequence[str]
-) -> Callable[[], None]:
-    table = read_table(root_store(repository.store), repository.id, head or NO_COMMIT)
+def _copies_of_commit(repository: Repository, head: LogEntry, versions: Sequence[str]) -> Callable[[], None]:
+    table = read_table(root_store(repository.store), repository.id, head)
     if table is None or not table.others:
         return lambda: None
     _check_logs(repository, table)

@@ -260,8 +260,8 @@ class CopyWalk:
         """Commit the names that only a copy's log has, before the root's log replaces it."""
         for fork in self.documents.forks:
 
-            def change(head: LogEntry | None, fork: Fork = fork) -> Mapping[str, Any] | None:
-                return merged_names(head or NO_COMMIT, fork, self._has_manifest)
+            def change(head: LogEntry, fork: Fork = fork) -> Mapping[str, Any] | None:
+                return merged_names(head, fork, self._has_manifest)
 
             message = f"names that only the log of {fork.location} has"
             entry = self.repository.append(change, self.repository.head(), message)

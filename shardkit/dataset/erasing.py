@@ -221,8 +221,8 @@ def _commit(repository: Repository, plan: ErasurePlan, report: ErasureReport) ->
     """Move refs from the old versions to their successors and withdraw tags, until none names an old one."""
     for _ in range(_ATTEMPTS):
         head = repository.head()
-        refs = {name: old for name, old in (head.refs if head else {}).items() if old in report.versions}
-        tags = {name: old for name, old in (head.tags if head else {}).items() if old in report.versions}
+        refs = {name: old for name, old in head.refs.items() if old in report.versions}
+        tags = {name: old for name, old in head.tags.items() if old in report.versions}
         if not refs and not tags:
             return
         new_refs = {name: report.versions[old] or None for name, old in refs.items()}
@@ -273,7 +273,7 @@ def _delete(repository: Repository, report: ErasureReport) -> None:
     delete_parity(repository, report, needed())
     for first in range(0, len(noted), MAX_NAMES):
 
-        def going(_head: LogEntry | None, first: int = first) -> list[str]:
+        def going(_head: LogEntry, first: int = first) -> list[str]:
             live.clear()
             live.update(needed())
             return [name for name in noted[first : first + MAX_NAMES] if name not in live]

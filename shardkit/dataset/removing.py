@@ -56,14 +56,13 @@ def remove(
     version, places = _places(url, rows, keys, allow_absent)
     lost = {version.table.digest_text(shard): numbers for shard, numbers in places.items()}
     head = repository.head()
-    refs = dict(head.refs) if head else {}
-    if ref is not None and ref not in refs:
+    if ref is not None and ref not in head.refs:
         raise UsageError(
             f"{ref!r} is no ref: only refs can be moved; remove from the ref that it was made of"
         )
     moved: dict[str, tuple[str, int]] = {}
     still: list[str] = []
-    for name, manifest_id in refs.items():
+    for name, manifest_id in head.refs.items():
         try:
             held = load_manifest(repository, manifest_id)
         except NotFoundError as error:  # a merged version with a part that has moved
@@ -76,10 +75,9 @@ def remove(
             still.append(name)
         elif gone:
             moved[name] = _without(repository, held, lost, gone, name), gone
-    tags = head.tags if head else {}
     still += [
         f"{tag} (tag)"
-        for tag, held_id in tags.items()
+        for tag, held_id in head.tags.items()
         if _count_rows(load_manifest(repository, held_id), lost)
     ]
     entry = commit(
@@ -87,7 +85,7 @@ def remove(
         {name: new for name, (new, _) in moved.items()},
         message=f"removed {sum(map(len, places.values()))} samples: {reason}"[:9_000],
         author=author,
-        expected={name: refs[name] for name in moved},
+        expected={name: head.refs[name] for name in moved},
     )
     return Removal(sum(map(len, places.values())), moved, tuple(still), entry.n)
 

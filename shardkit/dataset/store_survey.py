@@ -49,8 +49,7 @@ class StoreSurvey:
             self.names.add(name)
             if kind == "manifest":
                 self._load(digest, name)
-        head = repository.head()
-        self._named = frozenset(head.versions if head else ())
+        self._named = frozenset(repository.head().versions)
         # missing in the root, perhaps in another location
         for digest in sorted(self._named - self.manifests.keys()):
             self._load(digest, object_name(digest, "manifest"))

@@ -100,9 +100,9 @@ def read_list(store: Store, deletion: Deletion) -> tuple[str, ...]:
     return names
 
 
-def forget_lists(store: Store, head: LogEntry | None) -> None:
+def forget_lists(store: Store, head: LogEntry) -> None:
     """Delete all but the newest lists. A commit that needs an older list is a conflict."""
-    current = _list_name(head.deletion) if head and head.deletion else ""
+    current = _list_name(head.deletion) if head.deletion else ""
     for name in sorted(store.list_after(_LISTS))[:-_MAX_LISTS]:
         if name != current:
             store.delete(name)

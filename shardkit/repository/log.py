@@ -339,11 +339,10 @@ class Changes:
         """Manifests that must be in the repository before the commit."""
         return {manifest for manifest in (*self.refs.values(), *self.tags.values()) if manifest is not None}
 
-    def apply(self, base: LogEntry | None, head: LogEntry | None) -> dict[str, dict[str, str]]:
+    def apply(self, base: LogEntry, head: LogEntry) -> dict[str, dict[str, str]]:
         """Return the tables of refs, tags and withdrawn tags after this commit."""
-        head = head or NO_COMMIT
         refs, tags, gone = dict(head.refs), dict(head.tags), self._withdrawn(head)
-        self._set_refs(refs, (base or NO_COMMIT).refs)
+        self._set_refs(refs, base.refs)
         self._add_tags(tags)
         again = sorted((tags.keys() | refs.keys()) & gone.keys() - self.withdraw.keys())
         if again:

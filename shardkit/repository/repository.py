@@ -69,10 +69,10 @@ from shardkit.stores.store import (
 DEFAULT_REF: Final = "main"
 """Ref to use if the caller names none."""
 
-EntryChange = Callable[[LogEntry | None], Mapping[str, Any] | None]
-"""Maps the head (None for an empty log) to the fields that the next entry changes, or to None to append no entry."""
+EntryChange = Callable[[LogEntry], Mapping[str, Any] | None]
+"""Maps the head to the fields that the next entry changes, or to None to append no entry."""
 
-CommitCopies = Callable[[LogEntry | None, Sequence[str]], Callable[[], None]]
+CommitCopies = Callable[[LogEntry, Sequence[str]], Callable[[], None]]
 """Makes the copies that a commit after the given head, of the given versions, needs first.
 
 Returns a function to call after the commit. Raises if the commit must not be made.
@@ -94,7 +94,7 @@ class Repository:
     def __init__(self, store: Store, identity: Identity, *, read_only: bool) -> None:
         self.store, self._identity, self._read_only = store, identity, read_only
         self._seen = 0  # number of the newest entry read so far: a log never gets shorter
-        # head when the repository was opened; None for an empty log or one that could not be read
+        # head when the repository was opened; None if the log could not be read
         self.opened: LogEntry | None = None
 
     def __repr__(self) -> str:
@@ -211,10 +211,10 @@ class Repository:
 
     # Log
 
-    def head(self) -> LogEntry | None:
-        """Return the newest commit, None if there is none. Lists names and reads one entry."""
+    def head(self) -> LogEntry:
+        """Return the newest commit, `NO_COMMIT` if there is none. Lists names and reads one entry."""
         number = self._last_number()
-        return None if number == 0 else self._entry(number)[0]
+        return self._entry(number)[0] if number else NO_COMMIT
 
     def log(self) -> list[LogEntry]:
         """Return all commits, newest first, and verify the whole chain down to ``shardkit.json``."""
@@ -277,17 +277,17 @@ class Repository:
     @property
     def refs(self) -> dict[str, str]:
         """Movable names → manifest ids."""
-        return dict((self.head() or NO_COMMIT).refs)
+        return dict(self.head().refs)
 
     @property
     def tags(self) -> dict[str, str]:
         """Fixed names → manifest ids."""
-        return dict((self.head() or NO_COMMIT).tags)
+        return dict(self.head().tags)
 
     @property
     def versions(self) -> list[str]:
         """Manifest ids that refs and tags name, each once."""
-        return (self.head() or NO_COMMIT).versions
+        return self.head().versions
 
     def resolve(self, ref: str | None = None, head: LogEntry | None = None) -> str:
         """Return the manifest id of a ref, a tag or a digest; None means ``main``. Without `head`, the log is read.
@@ -299,7 +299,7 @@ class Repository:
         if DIGEST.fullmatch(name) is not None:
             return name
         check_ref_name(name)
-        head = head or self.head() or NO_COMMIT
+        head = head or self.head()
         names = {**head.tags, **head.refs}
         if name in head.withdrawn:
             raise NotFoundError(
@@ -344,7 +344,7 @@ class Repository:
             self._check_not_deleted(self.head(), changes.manifests, error)
             raise
 
-        def change(head: LogEntry | None) -> Mapping[str, Any]:
+        def change(head: LogEntry) -> Mapping[str, Any]:
             tables = changes.apply(base, head)
             self._check_not_deleted(head, changes.manifests)
             return tables
@@ -356,9 +356,9 @@ class Repository:
         return entry
 
     def _check_not_deleted(
-        self, head: LogEntry | None, manifests: Collection[str], problem: ShardkitError | None = None
+        self, head: LogEntry, manifests: Collection[str], problem: ShardkitError | None = None
     ) -> None:
-        if head is not None and head.deletion is not None and manifests:
+        if head.deletion is not None and manifests:
             opened = self.opened or NO_COMMIT
             commits = self.newest_commits()
             check_not_deleted(self.store, commits, opened, head.deletion, manifests, problem)
@@ -370,9 +370,7 @@ class Repository:
                     f"manifest {manifest} is not in {self.url}: expected its objects to be put before the commit"
                 )
 
-    def append(
-        self, change: EntryChange, head: LogEntry | None, message: str, author: str = ""
-    ) -> LogEntry | None:
+    def append(self, change: EntryChange, head: LogEntry, message: str, author: str = "") -> LogEntry | None:
         """Append one entry after the newest.
 
         Returns:
@@ -396,12 +394,12 @@ class Repository:
             f"{self.store.url}: {_ATTEMPTS} other commits came first each time; commit less often, or try again later"
         )
 
-    def _entry_after(self, head: LogEntry | None, fields: Mapping[str, Any]) -> LogEntry:
+    def _entry_after(self, head: LogEntry, fields: Mapping[str, Any]) -> LogEntry:
         entry = msgspec.structs.replace(
-            head or NO_COMMIT,
-            n=head.n + 1 if head else 1,
+            head,
+            n=head.n + 1,
             repository=self._identity.id,
-            previous=sha256_digest((head or self._identity).to_bytes()),
+            previous=sha256_digest((head if head.n else self._identity).to_bytes()),
             time=utc_text(),
             software=f"shardkit {_version()}",
             **fields,

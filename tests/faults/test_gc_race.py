@@ -259,7 +259,6 @@ def test_of_two_collections_at_once_the_log_lets_one(tmp_path: Path, monkeypatch
     assert done.deleted == {}, "what was due is gone when the second one may begin"
     assert list(late.store.list_after("objects/")) == []
     head = late.head()
-    assert head is not None
     assert head.deletion is not None
     assert head.deletion.is_ended
 

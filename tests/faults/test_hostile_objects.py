@@ -266,5 +266,5 @@ def test_commits_refuse_what_no_reader_would_take(tmp_path: Path) -> None:
     ):
         with pytest.raises(ShardkitError):
             repository.commit(refs, tags, message=message)
-    assert repository.head() is None
+    assert repository.head().n == 0
     assert isinstance(repository.commit({"main": manifest}, message="Größe ✓"), LogEntry)

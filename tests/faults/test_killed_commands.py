@@ -120,7 +120,7 @@ def build(folder: Path) -> None:
 def check_build(folder: Path) -> None:
     nothing_is_torn(folder)
     root = folder / "root"
-    if (root / "shardkit.json").exists() and Repository.open(root, read_only=True).head() is not None:
+    if (root / "shardkit.json").exists() and Repository.open(root, read_only=True).head().n > 0:
         ds = shardkit.open(root)
         assert sum(len(ds[n]["blob"]) > 0 for n in range(len(ds))) == 60
 

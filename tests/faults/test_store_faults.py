@@ -88,7 +88,7 @@ def every_call(
 def finish(root: Path) -> None:
     """Try again on a disk that works now; the commit may have landed the first time."""
     with contextlib.suppress(ShardkitError):
-        if Repository.open(root, read_only=True).head() is not None:
+        if Repository.open(root, read_only=True).head().n > 0:
             return
     build(root)
 

@@ -168,7 +168,7 @@ def test_skipped_rows_are_listed_in_the_result_a_file_and_the_sources(tmp_path: 
     source = lines(tmp_path / "source" / "rows.jsonl", rows)
     with pytest.raises((SourceError, SampleError), match=r"rows\.jsonl"):
         shardkit_tools.build(source, tmp_path / "root", options=_typed(n="int64"), format="arrow", jobs=jobs)
-    assert Repository.open(tmp_path / "root").head() is None
+    assert Repository.open(tmp_path / "root").head().n == 0
     result = shardkit_tools.build(
         source, tmp_path / "root", options=_typed(n="int64"), format="arrow", jobs=jobs, on_error="skip",
         skipped_file=tmp_path / "skipped.jsonl",
@@ -201,7 +201,7 @@ def test_an_error_in_a_worker_names_the_file(tmp_path: Path, jobs: int) -> None:
     (tmp_path / "source" / "a" / "050.bin").write_bytes(b"")
     with pytest.raises(SourceError, match=r"a/050\.bin"):
         shardkit_tools.build(source, tmp_path / "root", **SETTINGS, jobs=jobs)
-    assert Repository.open(tmp_path / "root").head() is None
+    assert Repository.open(tmp_path / "root").head().n == 0
 
 
 @pytest.mark.usefixtures("many_tasks")

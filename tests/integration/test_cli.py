@@ -318,7 +318,7 @@ def test_select(dataset: Path, tmp_path: Path) -> None:
     assert keys["two"] == [keys["cats"][1], keys["cats"][3]]
     assert sorted(keys["two"] + keys["rest"]) == sorted(keys["cats"])
     assert typed("verify", dataset)[0] == 0
-    assert Repository.open(dataset).head().message == "select by list"  # type: ignore[union-attr]
+    assert Repository.open(dataset).head().message == "select by list"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_parts_make_the_version_of_one_writer(tmp_path: Path) -> None:
         writer = write(root, part, rows, split={"train": 0.8, "val": 0.2})
         with pytest.raises(UsageError, match="commit_parts"):
             _ = writer.manifest
-    assert Repository.open(root).head() is None
+    assert Repository.open(root).head().n == 0
     assert list_parts(root) == ["a", "b", "c"]
     made = commit_parts(root, ["a", "b", "c"])
     assert made.id == whole.id
@@ -100,7 +100,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SampleError, match="k29"):
         commit_parts(tmp_path)
     assert list_parts(tmp_path) == ["a", "b"]
-    assert Repository.open(tmp_path).head() is None
+    assert Repository.open(tmp_path).head().n == 0
     for bad in ("", "a/b", "../a", "a.part", "-"):
         with pytest.raises(UsageError, match="part"):
             shardkit.create(tmp_path, SCHEMA, part=bad)
@@ -122,7 +122,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     record.write_bytes(record.read_bytes()[:-1])
     with pytest.raises(IntegrityError, match="part 'a'"):
         commit_parts(tmp_path)
-    assert Repository.open(tmp_path).head() is None
+    assert Repository.open(tmp_path).head().n == 0
 
 
 WRITER = """

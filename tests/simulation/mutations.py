@@ -21,7 +21,7 @@ from shardkit.formats import reading, sha256_digest
 from shardkit.reading import inventory, located_store, objects, read_path
 from shardkit.repository import garbage, log
 from shardkit.repository import repository as committing
-from shardkit.repository.log import NO_COMMIT, entry_name
+from shardkit.repository.log import entry_name
 from shardkit.repository.repository import Repository
 from shardkit.stores import file_operations, store
 from shardkit.stores.local import LocalStage, LocalStore
@@ -235,11 +235,11 @@ def _unannounced(repository: Any, names: Any, _message: str = "") -> Any:
 
 def _last_one_wins(self: Any, _base: Any, head: Any) -> dict[str, Any]:
     """A commit moves its refs whatever became of them meanwhile."""
-    refs = {**(head.refs if head else {}), **self.refs}
+    refs = {**head.refs, **self.refs}
     return {
         "refs": {name: to for name, to in refs.items() if to},
-        "tags": {**(head.tags if head else {}), **self.tags},
-        "withdrawn": self._withdrawn(head or NO_COMMIT),
+        "tags": {**head.tags, **self.tags},
+        "withdrawn": self._withdrawn(head),
     }
 
 

@@ -125,4 +125,4 @@ def test_a_withdrawal_needs_the_tag(tmp_path: Any) -> None:
         repository.commit(message="x", withdraw={"v1": made_up_digest("none")})
     with pytest.raises(UsageError):
         repository.commit(message="x", withdraw={"not a name": made_up_digest("none")})
-    assert repository.head() is None
+    assert repository.head().n == 0

@@ -20,7 +20,7 @@ from shardkit.copies.collecting import collect
 from shardkit.documents import encode, sha256_digest
 from shardkit.errors import CommitConflict, FormatError, IntegrityError, NotFoundError, StoreError, UsageError
 from shardkit.repository.garbage import forget_lists, put_list, read_list, read_marks, write_marks
-from shardkit.repository.log import Identity, parse_dataset_url
+from shardkit.repository.log import NO_COMMIT, Identity, parse_dataset_url
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import store_error
 from shardkit.stores.local import LocalStore, open_store
@@ -83,7 +83,7 @@ def test_create_and_open(tmp_path: Path) -> None:
     assert not (tmp_path / "root").exists(), "looking makes nothing"
     repository = Repository.create(tmp_path / "root")
     assert Repository.create(tmp_path / "root").id == repository.id
-    assert (repository.head(), repository.log(), repository.refs, repository.tags) == (None, [], {}, {})
+    assert (repository.head(), repository.log(), repository.refs, repository.tags) == (NO_COMMIT, [], {}, {})
     identity = json.loads((tmp_path / "root" / "shardkit.json").read_bytes())
     assert identity.keys() == {"format", "id", "features", "digest"}
 
@@ -173,7 +173,7 @@ def test_a_dangling_ref_cannot_be_committed(tmp_path: Path) -> None:
         repository.commit({"main": DIGEST}, message="")
     with pytest.raises(NotFoundError, match=DIGEST):
         repository.commit({}, {"v1": DIGEST}, message="")
-    assert repository.head() is None
+    assert repository.head().n == 0
 
 
 def test_reading_the_head_reads_one_entry(tmp_path: Path) -> None:
@@ -184,9 +184,7 @@ def test_reading_the_head_reads_one_entry(tmp_path: Path) -> None:
         repository.commit({"main": one}, message=str(number))
     for number in range(1, 20):
         (tmp_path / "log" / f"{number:020d}.json").write_bytes(b"unreadable")
-    head = Repository.open(tmp_path).head()
-    assert head is not None
-    assert head.message == "19"
+    assert Repository.open(tmp_path).head().message == "19"
     with pytest.raises(IntegrityError, match=r"log/0{18}19\.json"):
         repository.log()
 
@@ -326,7 +324,7 @@ def test_a_damaged_list_is_never_believed() -> None:
 def test_all_but_the_newest_lists_go() -> None:
     store = MemoryStore()
     made = [put_list(store, number, [name_of(number)]) for number in range(1, 101)]
-    forget_lists(store, None)
+    forget_lists(store, NO_COMMIT)
     assert len(list(store.list_after("gc/lists/"))) == 64
     assert read_list(store, made[-1]) == (name_of(100),)
     with pytest.raises(NotFoundError):
