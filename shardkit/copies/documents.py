@@ -128,7 +128,7 @@ class Fork(NamedTuple):
     """A copy's log that does not continue the root's: the root lost entries, then got others."""
 
     location: str  # name of the copy
-    common: LogEntry | None  # newest entry that both logs have; None if they have none in common
+    common: LogEntry  # newest entry that both logs have, `NO_COMMIT` if they have none in common
     newest: LogEntry  # newest entry of the copy's log
 
 
@@ -344,7 +344,7 @@ def _note_fork(place: _PlaceLog, chosen: dict[int, _Entry], found: Documents) ->
     if not other or not chosen:
         return False
     common = max((n for n in place.good.keys() - other), default=0)
-    shared = place.good[common].entry if common else None
+    shared = place.good[common].entry if common else NO_COMMIT
     found.forks.append(Fork(place.location, shared, place.good[max(other)].entry))
     return True
 
@@ -356,7 +356,7 @@ def merged_names(head: LogEntry, fork: Fork, is_there: Callable[[str], bool]) ->
     Versions without a manifest, and versions of withdrawn tags, are not restored. A table of locations that only the
     fork changed is restored.
     """
-    before = fork.common or NO_COMMIT
+    before = fork.common
     tables: dict[str, dict[str, str]] = {"refs": dict(head.refs), "tags": dict(head.tags)}
     withdrawn = {**fork.newest.withdrawn, **head.withdrawn}
     for kind, theirs, common in (
