@@ -49,7 +49,7 @@ def put_costs(
     expressions: Sequence[str],
     before: Sequence[RowCosts] = (),
 ) -> tuple[RowCosts, ...]:
-    """Write the costs of a table's rows as durable pieces, after those of `before`, for a manifest to name.
+    """Write the costs of a table's rows as durable pieces, after the pieces of `before`, for a manifest to name.
 
     Sizes and lengths of tar shards come from their indexes; for other terms blocks are read and verified.
     """

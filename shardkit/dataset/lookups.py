@@ -245,7 +245,7 @@ def put_lookups(
     fields: Sequence[str],
     before: Sequence[Lookup] = (),
 ) -> tuple[Lookup, ...]:
-    """Write look-ups of the rows of a table as durable pieces, after those of `before`, for a manifest to name.
+    """Write look-ups of the rows of a table as durable pieces, after the pieces of `before`, for a manifest to name.
 
     Shards are read back and verified block by block; for keys, only indexes are read.
     """

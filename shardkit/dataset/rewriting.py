@@ -227,7 +227,7 @@ class Rewriter:
     def _page(self, manifest: Manifest, page: ShardTable, lost: NDArray[np.int64]) -> ShardTable:
         """Return a page without the rows; an unaffected page is returned as it is and keeps its digest.
 
-        `lost` counts the lost rows of each stratum in the pool, (2, strata): all, and those that the manifest selected.
+        `lost`, (2, strata), counts all lost rows of each stratum in the pool, and the lost rows that were selected.
         """
         touched = self.touches(page)
         if not touched.any():

@@ -3,7 +3,7 @@
 This package does no I/O: it converts bytes to columns and back. SPEC.md defines the bytes and gives the reasons.
 """
 
-from shardkit.manifest.composition import extend, merge
+from shardkit.manifest.composition import compose, extend, merge
 from shardkit.manifest.manifest import (
     MAX_MANIFEST_BYTES,
     MIXED,
@@ -23,7 +23,6 @@ from shardkit.manifest.shard_table import (
     ShardTable,
     check_against,
     check_alignment,
-    compose,
     pack_page,
     paginate,
     stratum_counts,

@@ -1,4 +1,4 @@
-"""Make manifests over the shards of other manifests."""
+"""Make manifests: over new shards, and over the shards of other manifests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,70 @@ import msgspec
 from shardkit.errors import SchemaError, UsageError
 from shardkit.formats.schema import Schema
 from shardkit.manifest.manifest import MIXED, Manifest, Stratum
+from shardkit.manifest.shard_table import ShardTable, check_against, paginate
 
 _TOTALS: Final = ("shards", "rows", "selected", "raw_bytes", "stored_bytes")
+
+
+def compose(
+    table: ShardTable,
+    *,
+    schema: Schema,
+    format: str,
+    compression: str,
+    strata: Sequence[Stratum],
+    base: tuple[Manifest, ShardTable] | None = None,
+    axes: Sequence[str] = (),
+    classes: Sequence[str] = (),
+    sources: str | None = None,
+    build: Mapping[str, Any] | None = None,
+    parent: str | None = None,
+    adopted: bool = False,
+    **others: Any,
+) -> tuple[Manifest, list[bytes]]:
+    """Return the manifest of new shards and its pages; totals and pages are made from the table.
+
+    Args:
+        table: The new shards in manifest order.
+        schema: Schema of the samples.
+        format: ``tar``, ``arrow`` or ``rows``.
+        compression: Compression as normalised by `shardkit.formats`.
+        strata: Strata with their rows, in the numbering of `table.segment_stratum`.
+        base: A version whose shards and pages precede them.
+        axes: Names of the values of a stratum.
+        classes: Names of folder classes.
+        sources: Digest of the object that lists the imported files.
+        build: Settings that determined the bytes.
+        parent: Id of the version from which this one was made.
+        adopted: Some shards are files of other owners.
+        others: Other fields of `Manifest`: about, lookups, costs.
+
+    Returns:
+        The manifest, and the new pages as bytes in the order of `Manifest.pages`. Store the pages before the manifest.
+
+    Raises:
+        FormatError: The strata contradict the table.
+    """
+    pages = paginate(table)
+    before, whole = (base[0], ShardTable.concatenate([base[1], table])) if base else (None, table)
+    manifest = Manifest(
+        schema=schema,
+        format=format,
+        compression=compression,
+        axes=tuple(axes),
+        strata=tuple(strata),
+        **whole.totals,
+        pages=(*(before.pages if before else ()), *(ref for ref, _ in pages)),
+        classes=tuple(classes),
+        sources=sources,
+        build=dict(build or {}),
+        parent=parent,
+        adopted=adopted,
+        **others,
+    )
+    Manifest.from_bytes(manifest.to_bytes())  # do not write a manifest that readers reject
+    check_against(manifest, whole)
+    return manifest, [data for _, data in pages]
 
 
 def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | None = None) -> Manifest:

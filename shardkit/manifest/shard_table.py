@@ -5,7 +5,7 @@ A page holds at most 4,096 shards; an append adds pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, NoReturn
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from shardkit.documents import Natural, Record, convert, format_digest, parse_digest, sha256_digest
 from shardkit.errors import FormatError, UsageError
 from shardkit.formats.columns import pack_columns, unpack_columns
-from shardkit.formats.schema import Schema
-from shardkit.manifest.manifest import MAX_SEGMENTS_PER_PAGE, SHARDS_PER_PAGE, Manifest, PageRef, Stratum
+from shardkit.manifest.manifest import MAX_SEGMENTS_PER_PAGE, SHARDS_PER_PAGE, Manifest, PageRef
 
 SHARD_COLUMNS: Final[dict[str, type[Any]]] = {
     "digest": np.uint8,
@@ -378,67 +377,6 @@ def paginate(table: ShardTable) -> list[tuple[PageRef, bytes]]:
         data = pack_page(piece)
         pages.append((PageRef(sha256_digest(data), len(data), len(piece), int(piece.rows.sum())), data))
     return pages
-
-
-def compose(
-    table: ShardTable,
-    *,
-    schema: Schema,
-    format: str,
-    compression: str,
-    strata: Sequence[Stratum],
-    base: tuple[Manifest, ShardTable] | None = None,
-    axes: Sequence[str] = (),
-    classes: Sequence[str] = (),
-    sources: str | None = None,
-    build: Mapping[str, Any] | None = None,
-    parent: str | None = None,
-    adopted: bool = False,
-    **others: Any,
-) -> tuple[Manifest, list[bytes]]:
-    """Return the manifest of new shards and its pages; totals and pages are made from the table.
-
-    Args:
-        table: The new shards in manifest order.
-        schema: Schema of the samples.
-        format: ``tar``, ``arrow`` or ``rows``.
-        compression: Compression as normalised by `shardkit.formats`.
-        strata: Strata with their rows, in the numbering of `table.segment_stratum`.
-        base: A version whose shards and pages precede them.
-        axes: Names of the values of a stratum.
-        classes: Names of folder classes.
-        sources: Digest of the object that lists the imported files.
-        build: Settings that determined the bytes.
-        parent: Id of the version from which this one was made.
-        adopted: Some shards are files of other owners.
-        others: Other fields of `Manifest`: about, lookups, costs.
-
-    Returns:
-        The manifest, and the new pages as bytes in the order of `Manifest.pages`. Store the pages before the manifest.
-
-    Raises:
-        FormatError: The strata contradict the table.
-    """
-    pages = paginate(table)
-    before, whole = (base[0], ShardTable.concatenate([base[1], table])) if base else (None, table)
-    manifest = Manifest(
-        schema=schema,
-        format=format,
-        compression=compression,
-        axes=tuple(axes),
-        strata=tuple(strata),
-        **whole.totals,
-        pages=(*(before.pages if before else ()), *(ref for ref, _ in pages)),
-        classes=tuple(classes),
-        sources=sources,
-        build=dict(build or {}),
-        parent=parent,
-        adopted=adopted,
-        **others,
-    )
-    Manifest.from_bytes(manifest.to_bytes())  # do not write a manifest that readers reject
-    check_against(manifest, whole)
-    return manifest, [data for _, data in pages]
 
 
 def check_against(manifest: Manifest, table: ShardTable) -> None:
