@@ -9,7 +9,7 @@ import msgspec
 
 from shardkit.errors import SchemaError, UsageError
 from shardkit.formats.schema import Schema
-from shardkit.manifest.manifest import MIXED, Manifest, Stratum
+from shardkit.manifest.manifest import MIXED, PART_AXIS, Manifest, Stratum
 from shardkit.manifest.shard_table import ShardTable, check_against, paginate
 
 _TOTALS: Final = ("shards", "rows", "selected", "raw_bytes", "stored_bytes")
@@ -110,7 +110,7 @@ def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | N
         schema=manifests[0].schema,
         format=_one([manifest.format for manifest in manifests]),
         compression=_one([manifest.compression for manifest in manifests]),
-        axes=("part", *_common_axes(manifests)),
+        axes=(PART_AXIS, *_common_axes(manifests)),
         strata=tuple(
             Stratum((name, *s.values), s.rows, s.selected, pooled=s.pooled, in_pool=s.in_pool)
             for name, manifest in parts

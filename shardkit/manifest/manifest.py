@@ -25,6 +25,10 @@ MAX_ADDED: Final = 64
 """Maximum number of versions with added fields; a block of each is read where its fields are."""
 POOL: Final = "*pool*"
 """Value of the stratum that pools strata too rare to be spread."""
+
+PART_AXIS: Final = "part"
+"""First axis of the strata of a merged version, and of a selection of it."""
+
 MIXED: Final = "mixed"
 """Format or compression of a merged manifest whose parts differ."""
 
@@ -224,7 +228,9 @@ def _check_stratum(manifest: Manifest, stratum: Stratum) -> None:
         _refuse(f"stratum {stratum.name!r}: {stratum.selected} of {stratum.rows} rows are selected")
     if stratum.pooled and stratum.in_pool:
         _refuse(f"stratum {stratum.name!r} is a pool inside a pool")
-    if not stratum.pooled and not manifest.parts and len(stratum.values) != len(manifest.axes):
+    # the axes of a merged version are those that its parts share; a part may have more
+    extra = len(stratum.values) - len(manifest.axes)
+    if not stratum.pooled and (extra < 0 or (extra and manifest.axes[:1] != (PART_AXIS,))):
         _refuse(f"stratum {stratum.name!r} has {len(stratum.values)} values for {len(manifest.axes)} axes")
 
 

@@ -48,6 +48,21 @@ def test_samples_of_the_parts_in_order_and_nothing_copied(tmp_path: Path) -> Non
     assert verify(tmp_path / "m").exit_code == 0
 
 
+@pytest.mark.parametrize("axis", ["lang", None])
+def test_a_view_of_merged_versions_keeps_their_strata(axis: str | None, tmp_path: Path) -> None:
+    make(tmp_path / "one", 40)
+    make(tmp_path / "two", 25, axis=axis)
+    merge_datasets({"one": tmp_path / "one", "two": tmp_path / "two"}, tmp_path / "m")
+    view = shardkit.open(tmp_path / "m").select(where="n < 9")
+    others = {"two": 9} if axis is None else {"two/de": 6, "two/fr": 3}
+    assert view.strata == {"one/de": 6, "one/fr": 3, **others}
+    few = view.select(where="n < 3")
+    assert sorted(int(sample["n"]) for sample in few) == [0, 0, 1, 1, 2, 2]
+    plan = few.plan(global_batch=2, weights={"one/*": 1, "two*": 1}, epoch_steps=20)
+    with few.loader(plan, rank=0, world=1, tensors=False) as loader:
+        assert {int(n) for batch in loader for n in batch["n"]} == {0, 1, 2}
+
+
 def test_versions_of_one_root_merge_in_it(tmp_path: Path) -> None:
     make(tmp_path, 20)
     repository = Repository.open(tmp_path)
