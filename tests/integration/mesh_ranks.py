@@ -1,4 +1,4 @@
-"""The mesh examples on every rank of one launch, each beside one process; run by test_mesh_examples.py."""
+"""The mesh examples on every rank of one launch, each beside one process; run by test_loader_ranks.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 device_mesh = import_module("device_mesh")
 
-STEPS = 12
+STEPS = 5
 
 
 def alone(model: nn.Module, data: str) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ DEPLOYMENT = Path(__file__).parents[2] / "examples" / "deployment"
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
 COMMAND = f"exec {sys.executable} -c 'from shardkit_tools.main import run; run()' \"$@\"\n"
+SSH = ["bash", str(DEPLOYMENT / "ssh" / "train.sh")]
 STAND_INS = {
     "ssh": """#!/bin/bash
 while [[ "$1" == -* ]]; do if [[ "$1" == -o ]]; then shift 2; else shift; fi; done
@@ -86,16 +87,21 @@ def worlds(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_ssh_trains_on_two_nodes_and_goes_on_with_one(
-    digits: dict[str, str], tmp_path: Path, environment: dict[str, str]
-) -> None:
-    script = str(DEPLOYMENT / "ssh" / "train.sh")
+def test_ssh_trains_on_two_nodes(digits: dict[str, str], tmp_path: Path, environment: dict[str, str]) -> None:
     config = configuration(tmp_path, digits["train"], 1)
-    execute(["bash", script, str(config), "127.0.0.1", "localhost"], environment)
-    configuration(tmp_path, digits["train"], 2)
-    execute(["bash", script, str(config), "localhost", "--", "log.every=5"], environment)
-    assert worlds(tmp_path) == [2, 1]
+    execute([*SSH, str(config), "127.0.0.1", "localhost"], environment)
+    assert worlds(tmp_path) == [2]
     output_of("audit", tmp_path / "run")
+
+
+def test_ssh_starts_the_same_command_on_one_node(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "bin" / "shardkit").write_text('#!/bin/bash\necho "$@"\n')
+    said = execute(
+        [*SSH, "run.toml", "localhost", "--", "log.every=5"], {**environment, "VENV": str(tmp_path)}
+    )
+    port, cache = environment["PORT"], f"data.cache={environment['CACHE']} data.cache_size=800GiB"
+    meeting = f"--nproc=1 --nnodes=1 --rendezvous=localhost:{port} --max-restarts=20"
+    assert said.split("\n")[0].strip() == f"localhost: train run.toml {cache} {meeting} log.every=5"
 
 
 @pytest.mark.slow
