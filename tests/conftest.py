@@ -39,6 +39,9 @@ settings.load_profile(_PROFILE)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# There are more workers than processors, and threads of OpenMP that wait for each other keep a processor busy.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Every worker rewrites the assertions of all tests, and every process that a test starts compiles what it imports,
 # unless the first that does it leaves the bytecode to the others.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

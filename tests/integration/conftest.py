@@ -95,7 +95,7 @@ def launch_trainer(tmp_path: Path) -> Launch:
     launches = count()
 
     def launch(nproc: int, settings: dict[str, Any], fault: str = "", restarts: int = 0) -> Any:
-        environment = {**os.environ, "SHARDKIT_TEST_FAULT": fault, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "SHARDKIT_TEST_FAULT": fault}
         output = tmp_path / f"agent-{next(launches)}"
         return launch_forked(nproc, arguments_of(settings), environment, output, restarts)
 

@@ -44,8 +44,7 @@ class Forked:
     ):
         context: Any = multiprocessing.get_context(method)
         self._process: BaseProcess = context.Process(target=_work, args=(dict(environment), work, *arguments))
-        with patch.dict(os.environ, OMP_NUM_THREADS="1"):
-            self._process.start()
+        self._process.start()
 
     @property
     def pid(self) -> int | None:

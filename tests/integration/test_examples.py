@@ -89,7 +89,7 @@ class _Launcher:
 
     def __init__(self, example: str, folder: Path) -> None:
         self._errors = folder
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true",
                        "HF_HUB_OFFLINE": "1"}  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, str(EXAMPLES / f"{example}.py")],
@@ -188,7 +188,7 @@ def _continue_on_one_and_on_four(
 
 def _run(example: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+                   "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
     command = [sys.executable, str(EXAMPLES / f"{example}.py"), *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 

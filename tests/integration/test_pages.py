@@ -85,7 +85,6 @@ def run_page(page: Path, folder: Path, **variables: str) -> int:
         "PATH": path,
         "COLUMNS": "120",
         "NO_COLOR": "1",
-        "OMP_NUM_THREADS": "1",
     } | variables
     ran = 0
     for language, title, text in BLOCK.findall(page.read_text(encoding="utf-8")):
@@ -223,7 +222,6 @@ def test_a_notebook_runs_and_prints_what_it_shows(
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     shown = printed(notebook)
     assert sum(map(bool, shown)) > 3

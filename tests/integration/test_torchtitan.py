@@ -150,7 +150,7 @@ def _train(data: str, folder: Path, world: int, local_batch: int, die_at: int) -
             [sys.executable, str(program), data, str(folder), str(local_batch), str(STEPS), str(die_at)],
             env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                  "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                 "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                 "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(world)

@@ -41,7 +41,7 @@ def test_the_command_passes_a_signal_on_and_all_ranks_save_and_end(
     settings = arguments_of(histogram_settings(run, numbers, **ENDLESS))
     process = subprocess.Popen(
         [*command, *settings, "--nproc", str(nproc)],
-        env={**os.environ, "PYTHONPATH": MODULES, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": MODULES},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert process.stdout is not None
