@@ -255,12 +255,6 @@ def test_every_rank_reads_its_own_lanes(ds: shardkit.Dataset) -> None:
     ]
 
 
-def test_batches_stay_as_they_were_received(ds: shardkit.Dataset, reference: list[Any]) -> None:
-    batches = list(shardkit.torch.DataLoader(_data(ds), num_workers=2))
-    assert isinstance(batches[0]["x"], torch.Tensor)
-    assert list(map(_values, batches)) == reference[:STEPS]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [TorchDataLoader, "torchdata"])
 def test_a_batch_size_is_refused(ds: shardkit.Dataset, workers: int, kind: Any) -> None:

@@ -129,13 +129,6 @@ def test_a_loop_that_is_left_early_continues(
     assert loader.epoch == 3
 
 
-def test_resuming_near_the_end_of_an_epoch_loses_nothing(ds: shardkit.Dataset) -> None:
-    loader = _loader(ds, 100, 4)
-    loader.load_state_dict(loader.state_dict() | {"step": 98})
-    assert _steps(loader) == [98, 99]
-    assert _steps(loader) == list(range(100, 200))
-
-
 def test_ranks_that_leave_a_loop_near_its_end_continue_at_the_same_step(ds: shardkit.Dataset) -> None:
     """Ranks with other numbers of workers and other delays have all received 99 of 100 batches."""
     plan = ds.plan(global_batch=BATCH, lanes=2)

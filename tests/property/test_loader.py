@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.errors import (
     ConfigurationError,
-    IntegrityError,
     StateError,
     UsageError,
 )
 from shardkit.ledger import read_journal
 from shardkit.ledger.journal import JournalFile
 from shardkit.loader import Batch
-from tests.flips import flip
 
 ROWS = 1003
 SCHEMA = {"image": "uint8[4,4]", "label": "int64", "text": "str", "blob": "bytes"}
@@ -77,27 +75,6 @@ def test_every_field_is_what_was_written(dataset: shardkit.Dataset) -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@given(lanes=st.sampled_from([1, 2, 4, 5, 10, 20]), data=st.data())
-def test_batches_do_not_depend_on_the_number_of_ranks(
-    dataset: shardkit.Dataset, lanes: int, data: st.DataObject
-) -> None:
-    world = data.draw(st.integers(1, lanes))
-    plan = dataset.plan(global_batch=20, seed=data.draw(st.integers(0, 3)), lanes=lanes)
-    alone = [b.samples for b in dataset.loader(plan, rank=0, world=1, fields=["blob"], tensors=False)]
-    ranks = [
-        [
-            b.samples
-            for b in dataset.loader(plan, rank=r, world=world, uneven=True, fields=["blob"], tensors=False)
-        ]
-        for r in range(world)
-    ]
-    assert all(len(r) == len(alone) for r in ranks)
-    for step, expected in enumerate(alone):
-        np.testing.assert_array_equal(np.concatenate([r[step] for r in ranks]), expected)
-        np.testing.assert_array_equal(expected, plan.step(step).ravel())
-
-
-@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_resume_goes_on_exactly_where_it_stopped(dataset: shardkit.Dataset, data: st.DataObject) -> None:
     plan = dataset.plan(global_batch=30, lanes=6, remainder="short")
@@ -120,16 +97,6 @@ def test_resume_goes_on_exactly_where_it_stopped(dataset: shardkit.Dataset, data
     assert got == whole
 
 
-def test_an_epoch_has_every_sample_once_and_the_next_another_order(dataset: shardkit.Dataset) -> None:
-    plan = dataset.plan(global_batch=20, lanes=5, remainder="short")
-    loader = dataset.loader(plan, tensors=False, fields=["label"])
-    epochs = [np.concatenate([b.samples for b in loader]) for _ in range(3)]
-    for epoch in epochs:
-        assert sorted(epoch.tolist()) == list(range(len(dataset)))
-    assert not np.array_equal(epochs[0], epochs[1])
-    assert not np.array_equal(epochs[1], epochs[2])
-
-
 def test_by_cell_gives_the_cells_of_the_plan(dataset: shardkit.Dataset) -> None:
     plan = dataset.plan(global_batch=20, lanes=5)
     loader = dataset.loader(plan, rank=1, world=2, uneven=True, by_cell=True, tensors=False)
@@ -138,15 +105,6 @@ def test_by_cell_gives_the_cells_of_the_plan(dataset: shardkit.Dataset) -> None:
         assert [c.lane for c in cells] == loader.lanes
         for cell in cells:
             np.testing.assert_array_equal(cell.samples, plan.cell(cell.step, cell.lane))
-
-
-def test_prefetched_batches_do_not_count_as_consumed(dataset: shardkit.Dataset) -> None:
-    plan = dataset.plan(global_batch=20, lanes=5)
-    loader = dataset.loader(plan, tensors=False, prefetch=16)
-    batches = iter(loader)
-    first, _ = next(batches), next(batches)
-    assert loader.state_dict()["step"] == 2
-    assert loader.state_dict(after=first)["step"] == 1
 
 
 def test_weights_make_the_mean_over_ranks_the_mean_over_the_batch(dataset: shardkit.Dataset) -> None:
@@ -195,21 +153,6 @@ def test_a_selection_is_loaded_like_a_dataset_of_its_own(dataset: shardkit.Datas
     blobs = [int.from_bytes(b, "little") for _, _, b in _stream(view.loader(plan, tensors=False))]
     assert len(blobs) == len(numbers)
     assert set(blobs) == numbers
-
-
-def test_transforms_depend_on_the_place_in_the_grid_alone(dataset: shardkit.Dataset) -> None:
-    plan = dataset.plan(global_batch=20, lanes=5, remainder="short")
-
-    def augment(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        return {"label": sample["label"], "noise": rng.integers(1 << 60), "blob": sample["blob"]}
-
-    def noises(**topology: Any) -> list[int]:
-        loader = dataset.loader(plan, transform=augment, tensors=False, uneven=True, **topology)
-        return [int(n) for batch in loader for n in batch["noise"]]
-
-    alone = noises(threads=1)
-    assert len(set(alone)) == len(alone)
-    assert sorted(noises(rank=0, world=2, threads=4) + noises(rank=1, world=2, threads=2)) == sorted(alone)
 
 
 def test_batch_transform_sees_the_same_generators(dataset: shardkit.Dataset) -> None:
@@ -317,18 +260,6 @@ def test_batches_pickle(dataset: shardkit.Dataset) -> None:
     assert isinstance(again, Batch)
     assert (again.step, again.lane, again.weight) == (batch.step, batch.lane, batch.weight)
     np.testing.assert_array_equal(again["image"], batch["image"])
-
-
-def test_a_flipped_bit_reaches_the_caller_as_an_error(dataset: shardkit.Dataset, tmp_path: Path) -> None:
-    import shutil
-
-    root = tmp_path / "copy"
-    shutil.copytree(dataset.repository.store.local_path("shardkit.json").parent, root)  # type: ignore[union-attr]
-    copy = shardkit.open(str(root))
-    path = root / copy.reader.shard_name(0)
-    flip(path, int(copy.reader.index(0).block_offset[0]) + 700)
-    with pytest.raises(IntegrityError, match="block 0"):
-        list(copy.loader(copy.plan(global_batch=20, lanes=5), tensors=False))
 
 
 def test_the_state_of_a_parent_fits_its_amendment_up_to_where_they_part(dataset: shardkit.Dataset) -> None:
