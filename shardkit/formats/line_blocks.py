@@ -9,6 +9,7 @@ import csv
 import io
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -233,12 +234,11 @@ def csv_rows(
     """
     marks = (b'\n"', f'{delimiter}"'.encode())
     may_enclose = quote != "none" and b'"' in data and any(mark in b"\n" + data for mark in marks)
-    if plain_row_starts(quote, data) is not None and not may_enclose:
-        try:
+    if not may_enclose and _may_be_plain(quote, data):
+        with suppress(pa.ArrowInvalid, OverflowError):  # a row of another size, no UTF-8, or 2 GiB
             cells = _plain_cells(data, names, delimiter)
-            return LineRows(np.arange(len(cells)), CsvRows(cells, {}), len(cells), len(data))
-        except (pa.ArrowInvalid, OverflowError):  # a row of another size, no UTF-8, or 2 GiB
-            pass
+            if len(cells) == data.count(b"\n") + (not data.endswith(b"\n")):  # pyarrow leaves out empty lines
+                return LineRows(np.arange(len(cells)), CsvRows(cells, {}), len(cells), len(data))
     found = split_rows(data, delimiter, quote, name_of, encoding=encoding, is_last=is_last)
     rows, bad = found.rows, {}
     for row, cells in enumerate(rows):
@@ -263,6 +263,8 @@ def _plain_cells(data: bytes, names: Sequence[str], delimiter: str) -> Any:
         pacsv.ParseOptions(delimiter=delimiter, quote_char=False),
         pacsv.ConvertOptions(column_types=texts, strings_can_be_null=False),
     )
+    if not table.num_rows:
+        raise pa.ArrowInvalid("no rows")
     (batch,) = table.combine_chunks().to_batches()
     return batch
 
@@ -335,13 +337,18 @@ def plain_row_starts(quote: str, lines: bytes) -> NDArray[np.int64] | None:
     can tell them from the ends of rows. Otherwise rows are counted as lines only if no line is empty and all line ends
     are ``\n`` or ``\r\n``.
     """
-    if not lines or (quote == '"' and b'"' in lines):
-        return None
-    if b"\r" in lines and lines.count(b"\r") != lines.count(b"\r\n"):
+    if not _may_be_plain(quote, lines):
         return None
     starts = line_starts(lines)
     first = np.frombuffer(lines, np.uint8)[starts]
     return None if ((first == ord("\n")) | (first == ord("\r"))).any() else starts
+
+
+def _may_be_plain(quote: str, lines: bytes) -> bool:
+    """Return True if each line that is not empty is certainly a row."""
+    if not lines or (quote == '"' and b'"' in lines):
+        return False
+    return b"\r" not in lines or lines.count(b"\r") == lines.count(b"\r\n")
 
 
 def _is_text(text: str) -> bool:

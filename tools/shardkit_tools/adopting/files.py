@@ -212,7 +212,7 @@ class ScannedBlocks:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
-    def _add_part(self, data: bytes) -> None:
+    def _add_part(self, data: bytes | memoryview) -> None:
         self.size += len(data)
         self._wait()
         self._start(len(data), self._whole.update, data)
@@ -242,7 +242,7 @@ class ScannedBlocks:
         for start, found in stops.items():
             self._start(max(found) - start, _hash_spans, data, start, sorted(found), self._blocks[-1].digests)
 
-    def add_small(self, data: bytes, sizes: Sequence[int], rows: Sequence[int]) -> None:
+    def add_small(self, data: bytes | memoryview, sizes: Sequence[int], rows: Sequence[int]) -> None:
         """Add the next blocks, given their bytes, one after the other, and the size and rows of each."""
         self._add_part(data)
         blocks = [_Block(size, count, (), {}) for size, count in zip(sizes, rows, strict=True)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -194,31 +193,35 @@ class _LineScan:
     def _cut(self, block_rows: int, *, is_last: bool = False) -> None:
         """End all blocks that are complete, or all; bad rows before a good one are in its block."""
         good = np.flatnonzero(self._is_good)
-        stops: list[int] = (good[block_rows - 1 :: block_rows] + 1).tolist()
+        stops = good[block_rows - 1 :: block_rows] + 1
         if is_last and len(good) % block_rows:
-            stops.append(int(good[-1]) + 1)
-        offsets = [0, *self._starts[1:].tolist(), len(self._data)]
-        for first, stop in pairwise([0, *stops]):
-            self._add(self._data[offsets[first] : offsets[stop]], self._is_good[first:stop])
-        if stops:
-            at = stops[-1]
-            self._data, self._starts = self._data[offsets[at] :], self._starts[at:] - offsets[at]
-            self._is_good = self._is_good[at:]
-        self._check_size(self._data, int(self._is_good.sum()))
+            stops = np.append(stops, good[-1] + 1)
+        ends = np.append(self._starts[1:], len(self._data))[stops - 1]
+        at, end = (int(stops[-1]), int(ends[-1])) if len(stops) else (0, 0)
+        rows = np.diff(np.cumsum(self._is_good)[stops - 1], prepend=0)
+        self._add(memoryview(self._data)[:end], np.diff(ends, prepend=0), rows)
+        first_block = len(self._found) - len(stops)
+        for row in np.flatnonzero(~self._is_good[:at]).tolist():
+            block = int(np.searchsorted(stops, row, side="right"))
+            self._skipped.append((first_block + block, row - int(stops[block - 1] if block else 0)))
+        self._data, self._starts = self._data[end:], self._starts[at:] - end
+        self._is_good = self._is_good[at:]
+        self._check_sizes(np.array([len(self._data)]), np.array([self._is_good.sum()]))
 
-    def _check_size(self, data: bytes, rows: int) -> None:
-        if rows > 1 and len(data) > MAX_UNEVEN * self.block_bytes:
+    def _check_sizes(self, sizes: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        if bool(((rows > 1) & (sizes > MAX_UNEVEN * self.block_bytes)).any()):
             raise TooUnevenError
 
-    def _add(self, data: bytes, is_good: NDArray[np.bool_]) -> None:
-        """End a block; about its memory: a value takes what its text takes."""
-        rows, number = int(is_good.sum()), len(self._found)
-        self._check_size(data, rows)
-        self._skipped += [(number, row) for row in np.flatnonzero(~is_good).tolist()]
-        self._found.add(f"block {number}", rows, len(data) + rows * _row_memory(self.importer.schema))
-        self._pass.add(data, rows)
-        self.rows += rows
-        self.report(rows, 0)
+    def _add(self, data: memoryview, sizes: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """End blocks; about their memory: a value takes what its text takes."""
+        self._check_sizes(sizes, rows)
+        memory = sizes + rows * _row_memory(self.importer.schema)
+        counts: list[int] = rows.tolist()
+        for count, needed in zip(counts, memory.tolist(), strict=True):
+            self._found.add(f"block {len(self._found)}", count, needed)
+        self._pass.add_small(data, sizes.tolist(), counts)
+        self.rows += sum(counts)
+        self.report(sum(counts), 0)
 
 
 def _row_memory(schema: Schema) -> int:

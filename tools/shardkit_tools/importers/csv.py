@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any, BinaryIO, cast
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
@@ -39,7 +40,7 @@ from shardkit.formats.line_blocks import (
     plain_row_starts,
     split_rows,
 )
-from shardkit.formats.sample_columns import is_exact
+from shardkit.formats.sample_columns import EXACT_INTEGER, is_exact
 from shardkit_tools.importers.line_importer import (
     LineBlock,
     LineImporter,
@@ -71,14 +72,12 @@ _NOT_FINITE = re.compile(r"(?:nan|NaN|[+-]?(?:inf|Inf|Infinity|infinity))\Z")
 _INT64 = range(-(2**63), 2**63)
 _MOST_DIGITS = 30  # more than an int64 has, less than Python converts
 UTF8 = "utf-8"
-_PLAIN_CELLS = {
-    "": "",
-    "int64": "[+-]?(?:0|[1-9][0-9]{0,14})",
-    "float64": r"[+-]?(?:(?:0|[1-9][0-9]{0,99})\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?",
-    "not finite": "nan|NaN|[+-]?(?:inf|Inf|Infinity|infinity)",
-    "bool": "|".join(TRUTHS),
-}
-"""Kind of a cell → pattern of cells that certainly are of it."""
+_WORDS = text_array(
+    ["", *TRUTHS, *MISSING]
+    + [sign + name for sign in ("", "+", "-") for name in ("inf", "Inf", "infinity", "Infinity")]
+)
+"""Cells without digits that are no text."""
+_KINDS_OF_WORDS = {"", "bool", "missing", "not finite"}
 _INDEX = "index"  # name of a first column that the header does not name
 
 
@@ -335,24 +334,66 @@ class _Column:
     """The kinds of the cells of a column."""
 
     def __init__(self) -> None:
-        self.kinds: dict[str, str] = {}  # kind → its first cell and where it is
+        self.kinds: dict[str, str] = {}  # kind → its first cell and where it is, if it was met by itself
 
     def add(self, cells: Any, places: NDArray[np.int64], name_of: Callable[[int], str]) -> None:
         """Note the kinds of more cells; of a column with text, which decides its type, no more are looked at."""
-        while len(places) and "str" not in self.kinds:
-            if known := "|".join(_PLAIN_CELLS[kind] for kind in self.kinds if kind in _PLAIN_CELLS):
-                own = cells if len(places) == len(cells) else cells.take(index_array(places))
-                is_known = pc.match_substring_regex(own, rf"\A(?:{known})\z")
-                places = places[~mask_of(is_known)]
-            for number, place in enumerate(places.tolist()):
-                cell = cells[place].as_py()
-                kind = _kind(cell)
-                if kind not in self.kinds:
-                    self.kinds[kind] = f"{cell!r} in {name_of(place)}"
-                    places = places[number + 1 :]
+        if "str" in self.kinds:
+            return
+        texts = cells if len(places) == len(cells) else cells.take(index_array(places))
+        kinds = None if self.kinds.keys() & _KINDS_OF_WORDS else self._number_kinds(texts)
+        if kinds is None:
+            is_word = pc.is_in(texts, value_set=_WORDS)
+            for word in pc.unique(texts.filter(is_word)):
+                place = int(places[mask_of(pc.equal(texts, word)).argmax()])
+                self.kinds.setdefault(_kind(word.as_py()), f"{word.as_py()!r} in {name_of(place)}")
+            texts = texts.filter(pc.invert(is_word))
+            kinds = self._number_kinds(texts)
+        if kinds is None:
+            kinds = set()
+            for cell in texts.to_pylist():
+                kinds.add(_kind(cell))
+                if "str" in kinds:
                     break
-            else:
-                return
+        self.kinds |= dict.fromkeys(kinds - self.kinds.keys(), "")
+
+    def _number_kinds(self, texts: Any) -> set[str] | None:
+        """Return the kinds of cells if all are certainly finite numbers; None if `_kind` must tell."""
+        if not len(texts):
+            return set()
+        first = _kind(texts[0].as_py())
+        if first not in ("int64", "inexact", "float64") or _have_odd_zeros(texts):
+            return None
+        # a cast that fails takes long, and integers are numbers, too
+        target = pa.float64() if "float64" in (first, *self.kinds) else pa.int64()
+        try:
+            octets = texts.cast(target).buffers()[1]
+        except pa.ArrowInvalid:
+            return None
+        if target == pa.int64():
+            integers = np.frombuffer(octets, np.int64, len(texts))
+            with np.errstate(invalid="ignore"):
+                is_exact = integers.astype(np.float64).astype(np.int64) == integers
+            return {"int64"} if is_exact.all() else {"int64", "inexact"}
+        numbers = np.frombuffer(octets, np.float64, len(texts))
+        if not np.isfinite(numbers).all():
+            return None
+        large = np.flatnonzero(np.abs(numbers) > EXACT_INTEGER)  # among these may be inexact integers
+        return {"float64", *map(_kind, texts.take(index_array(large)).to_pylist())}
+
+
+def _have_odd_zeros(texts: Any) -> bool:
+    """Return True if some cells may be numbers that begin with a zero and another digit, or a letter."""
+    borders = np.frombuffer(texts.buffers()[1], np.int64, len(texts) + 1, 8 * texts.offset)
+    octets = np.frombuffer(texts.buffers()[2] or b"", np.uint8)
+    starts, lasts = borders[:-1], borders[1:] - 1
+    if not len(octets) or bool((lasts < starts).any()):
+        return True  # an empty cell
+    first = octets[starts]
+    starts = starts + ((first == ord("-")) | (first == ord("+")))
+    second = octets[np.minimum(starts + 1, lasts)] | 0x20  # in lower case
+    is_odd = (octets[np.minimum(starts, lasts)] == ord("0")) & (starts < lasts)
+    return bool((is_odd & (second != ord(".") | 0x20) & (second != ord("e"))).any())
 
 
 def _kind(cell: str) -> str:
