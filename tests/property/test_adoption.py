@@ -25,7 +25,7 @@ from shardkit.formats import xxh3
 from shardkit_tools.adopting import adopt, files
 from shardkit_tools.adopting.files import ScannedBlocks
 from shardkit_tools.importers import ImportOptions, tar_members
-from shardkit_tools.importers.tar_members import read_members
+from shardkit_tools.importers.tar_members import Member, Members, members_and_damage
 
 # ---- Adopted Parquet and Arrow files of any schema have the values that pyarrow reads, whole and by field
 
@@ -232,8 +232,10 @@ def tars(draw: st.DrawFn) -> bytes:
 def members(data: bytes) -> tuple[list[tuple[object, ...]], str]:
     found: list[tuple[object, ...]] = []
     try:
-        for one in read_members(io.BytesIO(data), "a.tar", one_name=True):
-            found.append((one.name, one.data, one.start, one.offset, one.end))  # noqa: PERF401  before an error
+        for part in members_and_damage(io.BytesIO(data), "a.tar", one_name=True):
+            for one in part.each() if isinstance(part, Members) else [part]:
+                assert isinstance(one, Member)
+                found.append((one.name, one.data, one.start, one.offset, one.end, one.why))
     except SourceError as error:
         return found, str(error)
     return found, ""

@@ -65,7 +65,8 @@ class JsonLinesImporter(LineImporter):
         octets, starts = np.frombuffer(lines, np.uint8), line_starts(lines)
         if (octets[starts] != ord("{")).any() or (b"\\" in lines and _HALF_CHARACTER.search(lines)):
             return None
-        if lines.count(b"{") + lines.count(b"[") > len(starts) + MAX_JSON_DEPTH:
+        may_nest = any(kind.kind == "json" for kind in self.fields.values())
+        if may_nest and lines.count(b"{") + lines.count(b"[") > len(starts) + MAX_JSON_DEPTH:
             opens = (octets == ord("{")) | (octets == ord("["))
             if (np.add.reduceat(opens, starts, dtype=np.int64) > MAX_JSON_DEPTH).any():
                 return None  # a line may nest too deeply

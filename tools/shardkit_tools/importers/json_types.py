@@ -142,15 +142,16 @@ class TypeInference:
         Raises:
             SourceError: A row is an error, or does not fit the rows before it; unless rows are skipped.
         """
-        if self._add_plain(rows):
-            return
-        for number, row in enumerate(rows):
-            try:
-                if isinstance(row, ShardkitError):
-                    raise row
-                self._add_row(row, name_of(number))
-            except SourceError as error:
-                self._bad.add(error)
+        start, some = 0, 1  # more rows are looked at one by one as long as they have something new
+        while not self._add_plain(rows[start:]):
+            for number, row in enumerate(rows[start : start + some], start):
+                try:
+                    if isinstance(row, ShardkitError):
+                        raise row
+                    self._add_row(row, name_of(number))
+                except SourceError as error:
+                    self._bad.add(error)
+            start, some = start + some, 2 * some
 
     def _add_plain(self, rows: Sequence[Any]) -> bool:
         """Count rows that have nothing new; return False if some may have."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 from urllib.parse import unquote
 
@@ -103,7 +103,16 @@ class Member(NamedTuple):
     @property
     def extension(self) -> str:
         """The part of the file name after its first dot, in lower case."""
-        return self.name.rpartition("/")[2].partition(".")[2].lower()
+        return split_name(self.name)[1]
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the name up to the first dot of the file name, and the rest in lower case; a hidden file has neither."""
+    start = name.rfind("/") + 1
+    dot = name.find(".", start)
+    if dot == start:
+        return "", ""
+    return (name, "") if dot < 0 else (name[:dot], name[dot + 1 :].lower())
 
 
 def field_of(extension: str) -> str:
@@ -116,18 +125,34 @@ def field_of(extension: str) -> str:
     return ".".join(parts) or FIELD_OF_EXTENSION.get(suffix, suffix)
 
 
-def read_members(stream: BinaryIO | Stream, where: str, *, one_name: bool = False) -> Iterator[Member]:
-    """Yield the members of a tar, read from its first byte to its end."""
-    for member in _Reader(stream, where, one_name=one_name).members():
-        if member.why:
-            raise SourceError(f"{where}: {member.why}")
-        yield member
+class Members(NamedTuple):
+    """Files that follow one another in a tar, by column."""
+
+    names: list[str]
+    buffer: bytes  # bytes of the tar that contain them
+    begins: NDArray[np.int64]  # and so on: see `Member`
+    sizes: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    def part(self, start: int, stop: int) -> Members:
+        """Return some of them."""
+        which = slice(start, stop)
+        columns = (self.begins, self.sizes, self.starts, self.offsets)
+        return Members(self.names[which], self.buffer, *(column[which] for column in columns))
+
+    def each(self) -> Iterator[Member]:
+        """Yield them one by one."""
+        columns = (column.tolist() for column in self[2:])
+        return map(Member, self.names, itertools.repeat(self.buffer), *columns)
 
 
 def members_and_damage(
     stream: BinaryIO | Stream, where: str, *, one_name: bool = False, skip: bool = False
-) -> Iterator[Member | SourceError]:
-    """Yield the members of a tar; with `skip`, yield the error of a damaged header if a valid one follows.
+) -> Iterator[Member | Members | SourceError]:
+    """Yield the members of a tar, read from its first byte to its end.
+
+    With `skip`, yield the error of a damaged header if a valid one follows.
 
     Raises:
         SourceError: The rest of the tar cannot be read.
@@ -234,7 +259,7 @@ class _Reader:
             self._skip_bytes(_BLOCK)
         return None
 
-    def members(self) -> Iterator[Member]:
+    def members(self) -> Iterator[Member | Members]:
         start = 0
         while True:
             if not self._is_extended:
@@ -273,7 +298,7 @@ class _Reader:
             yield Member(name, buffer, begin, size, start, offset, why)
             start = self._at
 
-    def _plain_members(self) -> Iterator[Member]:
+    def _plain_members(self) -> Iterator[Member | Members]:
         """Yield the members at hand, up to the first without a plain header; headers are parsed at once."""
         if self._skip:
             self._skip -= 1
@@ -287,18 +312,15 @@ class _Reader:
         self._most = 2 * count + _FEW_HEADERS
         if not count:
             return
-        joined = b"\n".join(heads.names)
-        names: Iterable[str]
-        whys: Iterable[str] = itertools.repeat("")
-        if _PLAIN_NAMES.fullmatch(joined) and joined.count(b"\n") == count - 1:
-            names = joined.decode().split("\n")
-        else:
-            texts = [_text_or_why(name.partition(b"\0")[0]) for name in heads.names]
-            names, whys = (self._checked_name(name) for name, _ in texts), (why for _, why in texts)
         self._skip_bytes(int(heads.offsets[-1] + padded(int(heads.sizes[-1]))) - self._next)
         columns = (heads.offsets, heads.sizes, heads.starts + origin, heads.offsets + origin)
-        values = (column.tolist() for column in columns)
-        yield from map(Member._make, zip(names, itertools.repeat(data), *values, whys, strict=False))
+        joined = b"\n".join(heads.names)
+        if _PLAIN_NAMES.fullmatch(joined) and joined.count(b"\n") == count - 1:
+            yield Members(joined.decode().split("\n"), data, *columns)
+            return
+        for member, raw in zip(Members([""] * count, data, *columns).each(), heads.names, strict=True):
+            name, why = _text_or_why(raw.partition(b"\0")[0])
+            yield member._replace(name=self._checked_name(name), why=why)
 
     def _header(self, header: bytes) -> tuple[bytes, bytes, int]:
         """Return (kind, name, size); the name may be cut within a character if an extension has it whole."""
@@ -419,7 +441,7 @@ class _Reader:
         """Read until the buffer has `size` bytes ahead or the file ends, and return how many it has."""
         ahead = len(self._buffer) - self._next
         if ahead < size:
-            pieces = [self._buffer[self._next :]]
+            pieces = [self._buffer[self._next :]] if ahead else []
             # in pieces, so that a header that claims gigabytes does not allocate them before they are read
             while ahead < size and (
                 piece := self._stream.read(min(max(size - ahead, _BUFFER_BYTES), _PIECE_BYTES))
