@@ -261,3 +261,53 @@ def test_plain_headers_are_read_at_once() -> None:
             tar.addfile(info, io.BytesIO(bytes(number)))
     found = tar_members.plain_headers(out.getvalue(), 0, 1000)
     assert len(found.names) == 100
+
+
+# ---- Samples that are located together are those that are located one by one
+
+
+EXTENSIONS = st.lists(
+    st.sampled_from(["jpg", "cls", "JSON", "txt", "left.png", "bin"]), max_size=4, unique=True
+)
+CONTENTS = {"cls": [b"7", b"12", b"3\n", b"007", b"x"], "JSON": [b"{}", b"[1]", b'\xef\xbb\xbf"a"', b"{"]}
+TEXT = [b"hi", b"", b"\xef\xbb\xbfhi", b"\xff"]
+
+
+@st.composite
+def sample_tars(draw: st.DrawFn) -> bytes:
+    """A tar of samples, most of which have the same fields."""
+    usual, out = draw(EXTENSIONS.filter(bool)), io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for number in range(draw(st.integers(1, 12))):
+            key = f"d/{number if draw(st.integers(0, 20)) else 0:03d}"
+            for extension in usual if draw(st.integers(0, 5)) else draw(EXTENSIONS):
+                name = f"{key}.{extension}" if draw(st.integers(0, 30)) else f"d/._{number}.{extension}"
+                bad = draw(st.integers(0, 20)) == 0
+                choices = CONTENTS.get(extension, TEXT)
+                data = draw(st.sampled_from(choices if bad else choices[:3]))
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+@settings(max_examples=60)
+@given(data=sample_tars(), block_bytes=st.sampled_from([1, 2000, 1 << 20]), skip=st.booleans())
+def test_samples_located_together_are_those_located_one_by_one(
+    data: bytes, block_bytes: int, skip: bool
+) -> None:
+    def found(root: Path) -> str:
+        options = ImportOptions(skip_bad_rows=skip, field_types={"text": "str?"})
+        try:
+            done = adopt([path], root, options=options, block_size=block_bytes)
+        except ShardkitError as error:
+            return str(error)
+        assert done.manifest is not None
+        return f"{done.manifest.id} {done.skipped}"
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.tar"
+        path.write_bytes(data)
+        together = found(Path(folder) / "together")
+        with mock.patch.object(tar_members, "plain_headers", return_value=tar_members._NO_HEADERS):
+            assert found(Path(folder) / "alone") == together

@@ -9,6 +9,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SampleError, SourceError
 from shardkit.formats import Schema
-from shardkit.formats.arrow_writing import arrow_schema
+from shardkit.formats.arrow_writing import arrow_schema, text_array
 from shardkit.formats.block import payloads_of, stored_columns
 from shardkit.formats.cells import cell_value, is_missing
 from shardkit.formats.line_blocks import CsvRows, csv_rows, json_rows, split_rows
 from shardkit.formats.sample_columns import encode_rows
 from shardkit.formats.strict_json import parse_json, parse_objects
+from shardkit_tools.importers import csv as csv_importer
 
 _PIECES = [
     '"a"', '"b"', '"a\\""', '":"', '"\\\\"', '" : "', '"\\u0061"', '"\\ud83d"', '"\x01"', '"é"', "1", "-0", "1e999",
@@ -246,3 +248,37 @@ def test_a_row_that_continues_in_the_next_piece_is_read_once(size: int) -> None:
         held, first = piece[found.num_bytes :], first + found.num_lines
     assert rows == [(0, ["a", "1\n2"]), (2, ["b", "3\n\n4"]), (6, ["c", "d"])]
     assert not held
+
+
+# ---- Types of cells that are inferred together
+
+
+_NUMBER_CELLS = [
+    "", "0", "-0", "+5", "007", "-012", "00.5", "0x1F", "0e3", "0.", ".5", "-.5", "+1.5", "1e400", "1E+2", "5 ", " 5",
+    "9007199254740993", "9007199254740992", "9223372036854775807", "9223372036854775808", "-9223372036854775808",
+    "1e30", "100000000000000000000000", "nan", "NaN", "-nan", "nan(1)", "inf", "-Infinity", "INF", "NA", "null", "true",
+    "False", "TRUE", "tRUE", "é", "٣",
+]  # fmt: skip
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(
+        st.lists(st.sampled_from(_NUMBER_CELLS) | st.integers().map(str) | st.floats().map(str), min_size=1),
+        min_size=1,
+    )
+    | st.lists(st.lists(st.integers().map(str) | st.just(""), min_size=1), min_size=1)
+    | st.lists(st.lists(st.floats().map(repr) | st.sampled_from(["3", "NA"]), min_size=1), min_size=1),
+    st.data(),
+)
+def test_the_type_of_a_column_is_that_of_its_cells(pieces: list[list[str]], data: st.DataObject) -> None:
+    column, expected = csv_importer._Column(), set()
+    for cells in pieces:
+        places = [
+            place for place in range(len(cells)) if data.draw(st.integers(0, 9))
+        ]  # the others are bad rows
+        expected |= {csv_importer._kind(cells[place]) for place in places}
+        column.add(text_array(cells), np.array(places, np.int64), str)
+    assert csv_importer._common(column.kinds) == csv_importer._common(expected)
+    if "str" not in expected:
+        assert ("missing" in column.kinds) == ("missing" in expected)
