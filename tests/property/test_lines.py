@@ -267,6 +267,10 @@ _NUMBER_CELLS = [
         st.lists(st.sampled_from(_NUMBER_CELLS) | st.integers().map(str) | st.floats().map(str), min_size=1),
         min_size=1,
     )
+    | st.lists(st.lists(st.sampled_from(_NUMBER_CELLS), min_size=1, max_size=2), min_size=1, max_size=3)
+    | st.lists(st.sampled_from(["0.5", str(2**53 + 1), str(-(2**53) - 1), str(2**53)]), min_size=1).map(
+        lambda c: [c]
+    )
     | st.lists(st.lists(st.integers().map(str) | st.just(""), min_size=1), min_size=1)
     | st.lists(st.lists(st.floats().map(repr) | st.sampled_from(["3", "NA"]), min_size=1), min_size=1),
     st.data(),
