@@ -378,7 +378,9 @@ class _Column:
         numbers = np.frombuffer(octets, np.float64, len(texts))
         if not np.isfinite(numbers).all():
             return None
-        large = np.flatnonzero(np.abs(numbers) >= EXACT_INTEGER)  # among these may be integers that were rounded
+        large = np.flatnonzero(
+            np.abs(numbers) >= EXACT_INTEGER
+        )  # among these may be integers that were rounded
         return {"float64", *map(_kind, texts.take(index_array(large)).to_pylist())}
 
 
