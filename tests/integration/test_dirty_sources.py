@@ -878,6 +878,7 @@ def _parquet_of(table: Any) -> bytes:
     ("name", "data", "expected"),
     [
         ("a.csv", b"x,y\n1,2\n", r"a\.csv line 3: repeats the header"),
+        ("a.csv", b"\xef\xbb\xbfx,y\n1,2\n", r"a\.csv line 3: repeats the header"),
         ("a.arrow", _stream_of(pa.table({"x": [1], "y": [2]})), "several streams in one file"),
         ("a.arrow", _file_of(pa.table({"x": [1], "y": [2]})), "several Arrow files in one"),
         (
@@ -888,7 +889,7 @@ def _parquet_of(table: Any) -> bytes:
         ("a.npz", _archive_of(x=np.array([1]), y=np.array([2])), "several archives in one file"),
         ("a.parquet", _parquet_of(pa.table({"x": [1], "y": [2]})), "several Parquet files in one"),
     ],
-    ids=["csv", "stream", "arrow", "feather", "npz", "parquet"],
+    ids=["csv", "csv with marks", "stream", "arrow", "feather", "npz", "parquet"],
 )
 def test_files_that_cat_has_joined_lose_no_rows_in_silence(
     way: Way, name: str, data: bytes, expected: str, tmp_path: Path

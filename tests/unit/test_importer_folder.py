@@ -188,6 +188,17 @@ def test_links_are_followed_on_request_or_where_all_files_are_links(
         assert {row.key: row.sample["image"] for row in rows} == wanted
 
 
+@pytest.mark.parametrize("given", ["", "/*.png"])
+def test_a_file_that_a_link_gives_a_second_time_is_noted(tmp_path: Path, given: str) -> None:
+    tree(tmp_path, {"a.png": PNG})
+    (tmp_path / "b.png").symlink_to("a.png")
+    importer = open_source(f"{tmp_path}{given}")
+    assert len(read_all(importer)) == 2
+    assert any(
+        "links inside the source count as files (1): b.png to" in note for note in importer.source.notes
+    )
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_loops_of_links_are_named(tmp_path: Path, steps: int) -> None:
     """A folder that leads to itself through links, whether inside the source or through other folders."""

@@ -215,13 +215,16 @@ class CsvImporter(LineImporter):
 
     def checked(self, block: LineBlock) -> LineBlock:
         """Return a block in which rows that repeat the header, as in tables that were joined, are bad."""
-        names = self.names_of(block.file)
-        is_first = pc.equal(block.rows.cells.column(0), text_array(names[:1])[0])
+        names, first = self.names_of(block.file), block.rows.cells.column(0)
+        # a table that was joined to another may begin with a byte-order mark
+        heads = text_array([names[0], f"\ufeff{names[0]}"])
+        is_first = pc.or_(pc.equal(first, heads[0]), pc.equal(first, heads[1]))
         if len(names) < 2 or not pc.any(is_first).as_py():  # a text may be the name of a single column
             return block
         bad = dict(block.rows.bad)
         for row in np.flatnonzero(mask_of(is_first)).tolist():
-            if block.rows.cells.slice(row, 1).to_pylist() == [dict(zip(names, names, strict=True))]:
+            (cells,) = block.rows.cells.slice(row, 1).to_pylist()
+            if list(cells.values())[1:] == list(names[1:]):
                 bad[row] = SourceError(
                     f"{block.name_of(row)}: repeats the header, as tables that were joined do; remove the line"
                 )

@@ -1,8 +1,7 @@
 """`list_source` lists the files of a source in order, `detect` chooses their importer; `source_files.py` opens them.
 
-A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are sorted by name (by code point,
-`/` as separator), so that the same source gives the same rows on every machine. The importer is chosen by the user, or
-by extensions and indexes; other files are strays.
+A source is a file, a folder, a glob (``data/**/*.jsonl``) or a URL. Files are sorted by name (by code point, `/` as
+separator) on every machine. The importer is chosen by the user, or by extensions and indexes; other files are strays.
 
 Links inside the source to its own files are always read. Other links are followed on request, or if the source
 has no files except links: a snapshot in the cache of the Hugging Face hub, or a folder that was curated by links.
@@ -413,12 +412,14 @@ def _resolve_links(
     links: list[_Folder], inside: str, notes: list[str], *, follow: bool
 ) -> tuple[list[_Folder], list[_Folder]]:
     """Return the links to files and to folders."""
-    files, folders, outside = [], [], []
+    files, folders = [], []
+    followed: dict[str, list[str]] = {}  # remark → links
     for link in links:
         target = os.path.realpath(link.path)
         is_outside = os.path.commonpath([target, inside]) != inside
-        if is_outside:
-            outside.append(f"{link.name} to {target}")
+        if is_outside or not os.path.isdir(target):
+            remark = "out of the source were followed" if is_outside else "inside the source count as files"
+            followed.setdefault(remark, []).append(f"{link.name} to {target}")
         if os.path.isdir(target):
             if target in link.above:
                 raise SourceError(f"{link.path}: a loop of symbolic links (to {target}); remove the link")
@@ -435,8 +436,7 @@ def _resolve_links(
                 f"{link.path}: a symbolic link out of the source (to {target}); pass --follow-links if it belongs to "
                 "the source, or remove it"
             )
-    if outside:
-        notes.append(f"links out of the source were followed ({len(outside):,}): {outside[0]}")
+    notes += [f"links {remark} ({len(named):,}): {named[0]}" for remark, named in followed.items()]
     return files, folders
 
 
