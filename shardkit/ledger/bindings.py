@@ -67,7 +67,7 @@ def bind_checkpoint(
             "kind": CHECKPOINT, "step": ledger.next_step if step is None else step, "name": name,
             "checkpoint": checkpoint, "merged": ledger.next_step,
         }  # fmt: skip
-        known = _last(ledger, CHECKPOINT, name=name)
+        known = _last(ledger.event_documents(), CHECKPOINT, name=name)
         if known is not None:
             event["replaces"] = known["checkpoint"]
         is_abandoned = name in abandoned_checkpoints(ledger.event_documents())
@@ -78,7 +78,7 @@ def bind_checkpoint(
 
 def _bind_losses(ledger: Ledger) -> None:
     """Add an event with the digest of the losses merged since the last such event: later heads cover them."""
-    known = _last(ledger, LOSSES)
+    known = _last(ledger.event_documents(), LOSSES)
     first = 0 if known is None else known["end"]
     records = ledger.loss_records(first)
     if len(records):
@@ -111,13 +111,13 @@ def bind_configuration(
     """
     text = json.dumps(settings, sort_keys=True)
     with Ledger(Path(run), writing=True) as ledger:
-        known = _last(ledger, CONFIGURATION)
-        if known is not None and known.get("run") != record:
+        known = _last(ledger.event_documents(), CONFIGURATION)
+        if known is not None and known["run"] != record:
             raise IntegrityError(
                 f"{run}/run.json was changed: its digest is {record}, and the ledger records {known.get('run')}; "
                 "restore it from a copy"
             )
-        if known is not None and known.get("settings") == text:
+        if known is not None and known["settings"] == text:
             return
         changes = [[key, json.dumps(old), json.dumps(new)] for key, old, new in changed]
         ledger.add_event(
@@ -129,9 +129,7 @@ def bind_configuration(
 
 def bound_settings(run: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the last recorded settings, or None if no trainer recorded any."""
-    if not (Path(run) / "ledger").is_dir():
-        return None
-    known = _last(Ledger(Path(run)), CONFIGURATION)
+    known = _last(read_events(run), CONFIGURATION)
     return None if known is None else dict(json.loads(known["settings"]))
 
 
@@ -148,7 +146,7 @@ def bind_assignment(run: str | os.PathLike[str], *, owners: Sequence[int], nodes
         StoreError: the ledger cannot be written.
     """
     with Ledger(Path(run), writing=True) as ledger:
-        known = _last(ledger, DEALT, nodes=list(nodes), lanes=len(owners))
+        known = _last(ledger.event_documents(), DEALT, nodes=list(nodes), lanes=len(owners))
         if known is None or known["owners"] != list(owners):
             ledger.add_event(
                 {"kind": DEALT, "step": ledger.next_step, "nodes": list(nodes), "lanes": len(owners),
@@ -161,9 +159,7 @@ def bound_assignment(
     run: str | os.PathLike[str], *, lanes: int, nodes: Sequence[str]
 ) -> tuple[int, ...] | None:
     """Return the last recorded rank of each lane for these nodes, or None if none is recorded."""
-    if not (Path(run) / "ledger").is_dir():
-        return None
-    known = _last(Ledger(Path(run)), DEALT, nodes=list(nodes), lanes=lanes)
+    known = _last(read_events(run), DEALT, nodes=list(nodes), lanes=lanes)
     return None if known is None else tuple(known["owners"])
 
 
@@ -196,12 +192,24 @@ def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[
     return found
 
 
-def _last(ledger: Ledger, kind: str, **values: object) -> dict[str, Any] | None:
-    event: dict[str, Any]
-    for event in reversed(ledger.event_documents()):
-        if event.get("kind") == kind and all(event.get(name) == value for name, value in values.items()):
-            return event
-    return None
+def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the events of a run's ledger, none if it has no ledger.
+
+    Raises:
+        IntegrityError, FormatError: the ledger was truncated or damaged.
+    """
+    if not (Path(run) / "ledger").is_dir():
+        return []
+    return Ledger(Path(run)).event_documents()
+
+
+def _last(events: list[dict[str, Any]], kind: str, **values: object) -> dict[str, Any] | None:
+    found = (
+        event
+        for event in reversed(events)
+        if event["kind"] == kind and all(event[name] == value for name, value in values.items())
+    )
+    return next(found, None)
 
 
 # ---- amendments of the plan
@@ -290,17 +298,6 @@ def is_applied(amendment: Amendment, events: Sequence[Mapping[str, Any]]) -> boo
     if amendment.is_rewind:
         return any(event["kind"] == "start" for event in events[made:])
     return any(event["kind"] == "plan" and event["plan"] == amendment.plan for event in events)
-
-
-def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the events of a run's ledger, none if it has no ledger.
-
-    Raises:
-        IntegrityError, FormatError: the ledger was truncated or damaged.
-    """
-    if not (Path(run) / "ledger").is_dir():
-        return []
-    return Ledger(Path(run)).event_documents()
 
 
 def abandoned_checkpoints(events: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -6,8 +6,6 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from shardkit.errors import FormatError
@@ -38,32 +36,28 @@ def read_file(path: Path, most: int, *, size: int | None = None, offset: int = 0
         return file.read(length)
 
 
-@contextmanager
-def open_file(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a file and yield its descriptor."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def append(path: Path, data: bytes | bytearray) -> None:
+    """Append data to a file and sync it."""
+    _write(path, data, "ab")
 
 
-def write(path: Path, data: bytes, flag: int) -> None:
-    """Write data to a file and sync it. `flag` is O_APPEND or O_TRUNC."""
-    rest = memoryview(data)
-    with open_file(path, os.O_WRONLY | os.O_CREAT | flag) as descriptor:
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
+def _write(path: Path, data: bytes | bytearray, mode: str) -> None:
+    with path.open(mode) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def replace(path: Path, data: bytes) -> None:
     """Replace a file durably and atomically."""
     temporary = path.with_name(path.name + ".new")
-    write(temporary, data, os.O_TRUNC)
+    _write(temporary, data, "wb")
     os.replace(temporary, path)
-    with open_file(path.parent) as folder:
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
         os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def lock_holder(path: Path) -> int:
@@ -73,13 +67,13 @@ def lock_holder(path: Path) -> int:
     file system has no holder.
     """
     try:
-        with open_file(path, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                inode = os.fstat(descriptor).st_ino
-            else:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return 0
+            except BlockingIOError:
+                inode = os.fstat(file.fileno()).st_ino
         table = Path("/proc/locks").read_text()
         holders = re.findall(rf"FLOCK +ADVISORY +WRITE +(\d+) +\S+:{inode} ", table)
         return next((int(one) for one in holders if _is_alive(one)), 0)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardkit.documents import decode_plain, encode
 from shardkit.errors import FormatError, IntegrityError
 from shardkit.ledger.events import check_event
-from shardkit.ledger.files import read_file, replace, write
+from shardkit.ledger.files import append, read_file, replace
 from shardkit.ledger.state import MAX_STATE, LedgerState
 from shardkit.stores.file_operations import explained
 
@@ -177,7 +177,7 @@ class Ledger:
         with explained(f"write {self.directory}", writing=True):
             for name, data in self._new.items():
                 if data:
-                    write(self.directory / name, bytes(data), os.O_APPEND)
+                    append(self.directory / name, data)
             replace(self.directory / "state.json", encoded)
         self._committed = self._sizes()
         self._new = {name: bytearray() for name in self._committed}

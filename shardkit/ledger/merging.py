@@ -156,10 +156,9 @@ class Merge:
         newest = self.ledger.state.start
         shape: list[str | int] = [header.plan, header.world, header.workers]
         place = [header.rank, header.worker]
-        if newest.shape != shape or newest.lanes != header.lanes or place in newest.members:
-            newest = self.ledger.state.start = StartState(
-                newest.number + 1, shape, header.lanes, [], [*newest.reached, 0]
-            )
+        if newest.shape != shape or place in newest.members:
+            newest = StartState(newest.number + 1, shape, [], [*newest.reached, 0])
+            self.ledger.state.start = newest
         newest.members.append(place)
         return newest.number
 

@@ -36,7 +36,6 @@ class StartState(Struct, forbid_unknown_fields=True):
     number: int = -1  # number of the start, counted from 0
     # plan digest, number of ranks and number of workers, common to all attempts of the start
     shape: list[str | int] = []
-    lanes: int = 0  # number of lanes of the plan
     members: list[list[int]] = []  # (rank, worker) of each attempt of the start
     reached: list[int] = []  # for each start, the step after the highest recorded step
 
