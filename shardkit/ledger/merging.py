@@ -188,7 +188,7 @@ class Merge:
             elif entry.kind == CELLS:
                 reached = self.ledger.state.start.reached
                 reached[number] = max(reached[number], entry.step + 1)
-                self._add(header.rank, entry, plan, number)
+                self._add(source, entry, plan)
 
     def _tell_start(self, number: int, step: int, header: Header) -> None:
         """Add the event of a start once, with the number of steps that earlier starts reached."""
@@ -215,23 +215,25 @@ class Merge:
 
     # ---- one step
 
-    def _add(self, rank: int, entry: Entry, plan: int, start: int) -> None:
-        step = self._attempt(rank, entry.step, plan, start)
-        self._tell_conflicts(step.put(rank, *entry.cells()), entry.step, start)
+    def _add(self, source: Source, entry: Entry, plan: int) -> None:
+        step = self._attempt(source, entry.step, plan)
+        self._tell_conflicts(step.put(source.attempt, *entry.cells()), entry.step, source.start)
         if not step.missing:
             self._take(plan, entry.step)
             while (following := self._ready.pop(self.ledger.next_step, None)) is not None:
                 self._take(following, self.ledger.next_step)
 
-    def _attempt(self, rank: int, step: int, plan: int, start: int) -> PendingStep:
-        """Return the oldest attempt at a step that still expects cells of a rank.
+    def _attempt(self, source: Source, step: int, plan: int) -> PendingStep:
+        """Return the oldest attempt at a step, of this start or the newest, that lacks cells of the process.
 
         A start of all ranks begins the step again. A start of single replaced ranks adds to the known cells.
         """
-        attempts = self.pending.setdefault((plan, step), [])
-        for one in attempts:
-            if rank not in one.recorded_by and (one.start == start or start not in self._whole):
-                return one
+        attempts, start = self.pending.setdefault((plan, step), []), source.start
+        newest = attempts[-1].start if attempts else start
+        if newest >= start or start not in self._whole:
+            for one in attempts:
+                if one.start in (newest, start) and source.attempt not in one.recorded_by:
+                    return one
         attempts.append(PendingStep.empty(plan, step, start, self._lanes[plan]))
         return attempts[-1]
 

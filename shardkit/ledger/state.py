@@ -50,7 +50,7 @@ class PendingStep(Struct, forbid_unknown_fields=True):
     rows: list[int]  # number of rows per lane; -1 if the cell is unknown
     ranks: list[int]  # rank that recorded the cell, per lane; -1 if the cell is unknown
     missing: int  # number of unknown cells
-    recorded_by: set[int]  # ranks that recorded cells
+    recorded_by: list[tuple[int, int, int]]  # (start time, rank, worker) of each process that recorded cells
 
     def __post_init__(self) -> None:
         lanes = len(self.ranks)
@@ -59,10 +59,12 @@ class PendingStep(Struct, forbid_unknown_fields=True):
 
     @classmethod
     def empty(cls, plan: int, step: int, start: int, lanes: int) -> PendingStep:
-        return cls(plan, step, start, bytearray(16 * lanes), [-1] * lanes, [-1] * lanes, lanes, set())
+        return cls(plan, step, start, bytearray(16 * lanes), [-1] * lanes, [-1] * lanes, lanes, [])
 
-    def put(self, rank: int, lanes: Sequence[int], rows: Sequence[int], digests: bytes) -> list[Conflict]:
-        """Add cells of a rank, digests packed, and return those whose known digest differed.
+    def put(
+        self, by: tuple[int, int, int], lanes: Sequence[int], rows: Sequence[int], digests: bytes
+    ) -> list[Conflict]:
+        """Add cells of a process (`recorded_by`), digests packed, and return those whose known digest differed.
 
         Raises:
             FormatError: the plan has no such lane.
@@ -73,7 +75,8 @@ class PendingStep(Struct, forbid_unknown_fields=True):
             raise FormatError(
                 f"journal: step {self.step} names lane {max(lanes)} of a plan of {len(self.rows)} lanes"
             )
-        self.recorded_by.add(rank)
+        self.recorded_by.append(by)
+        rank = by[1]
         first, last = lanes[0], lanes[-1] + 1
         if last - first == len(lanes) and self.rows[first:last] == [-1] * len(lanes):
             # the common case: consecutive lanes, first recording

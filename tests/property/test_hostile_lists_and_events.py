@@ -201,7 +201,7 @@ def _is_journaled(body: dict[str, Any]) -> bool:
 def test_states_are_refused_in_words_or_understood(tmp_path: Path) -> None:
     rng = random.Random(11)
     pending = PendingStep.empty(plan=0, step=1, start=0, lanes=2)
-    pending.put(0, [0], [3], bytes(range(16)))
+    pending.put((5, 0, 0), [0], [3], bytes(range(16)))
     body = LedgerState(records=1, branch=[(0, 0)], peaks=[bytes(32)], pending=[pending],
                        journals={"x": JournalPlace(1, "0" * 16, 3, 4)}).to_bytes()  # fmt: skip
     state = json.loads(body)
