@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import hashlib
 import io
 import json
@@ -10,6 +11,7 @@ import os
 import subprocess
 import tarfile
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from shardkit.repository.repository import Repository
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.building import engines
+from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 from shardkit_tools.main import make_app
 
@@ -423,3 +426,32 @@ def test_exported_sums_and_urls_name_the_tars(tmp_path: Path) -> None:
     with open(tars[0], "r+b") as stream:
         stream.write(b"?")
     assert subprocess.run(check, cwd=root, capture_output=True, check=False).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("extension", "data", "kind", "value"),
+    [
+        ("cls", b"7", "decimal[9,2]", Decimal(7)), ("cls", b"7", "int8", 7), ("cls", b"1", "bool", True),
+        ("txt", b"7\n", "int16", 7), ("txt", b"7", "decimal[9,2]", Decimal(7)), ("txt", b"0.25", "float32", 0.25),
+        ("txt", b"20240102", "date", dt.date(2024, 1, 2)), ("txt", b"2024-01-02\n", "date", dt.date(2024, 1, 2)),
+        ("txt", b"true", "bool", True), ("txt", b"[1, 2]", "int32[2]", [1, 2]), ("txt", b"7", "str", "7"),
+        ("json", b'["a"]', "str[*]", ["a"]), ("json", b"[1, 2]", "int32[*]", [1, 2]), ("json", b"7", "int64", 7),
+        ("json", b'"2024-01-02"', "date", dt.date(2024, 1, 2)), ("json", b"[1]", "json", [1]),
+    ],
+)  # fmt: skip
+def test_members_are_of_the_types_that_are_given(
+    extension: str, data: bytes, kind: str, value: object, tmp_path: Path
+) -> None:
+    """A build converts what a member holds; an adoption finds the same where it lies, or refuses."""
+    (tmp_path / "tars").mkdir()
+    tar = write_tar(tmp_path / "tars/a.tar", {f"{row:02d}.x.{extension}": data for row in range(20)})
+    options = ImportOptions(field_types={"x": kind})
+    build(tar, tmp_path / "built", options=options)
+    expected = [value] * 20
+    assert [np.asarray(one["x"]).tolist() for one in shardkit.open(tmp_path / "built")] == expected
+    try:
+        adopt([tar], tmp_path / "adopted", options=options)
+    except SourceError as error:
+        assert "read it into shards of its own instead" in str(error)  # noqa: PT017  others are adopted
+    else:
+        assert [np.asarray(one["x"]).tolist() for one in shardkit.open(tmp_path / "adopted")] == expected

@@ -297,7 +297,7 @@ def _locate(kind: FieldType, encoding: str, data: bytes, where: str) -> tuple[in
         raise SourceError(f"{where}: {kind} cannot be read where it is; {BUILD_INSTEAD}")
     if kind.is_opaque:
         return 0, len(data), False
-    if name == "str_int" and kind.is_whole:
+    if name == "str_int" and kind.is_whole and kind.logical is None:
         return (*locate_decimal(data, where), False)
     if name == "ndarray":
         try:

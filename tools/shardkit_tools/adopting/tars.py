@@ -280,7 +280,7 @@ class _TarScan:
             note = ", column by column (Fortran order)" * header.columns_first
             refuse_array(kind, header.dtype, header.shape, note, where)
             return header.offset, member.size - header.offset
-        if kind.kind != "scalar" or kind.numpy_dtype.kind == "f":
+        if not _is_number_text(kind):
             raise SourceError(
                 f"{where}: cannot be read as {kind} where it lies, only .npy can; {BUILD_INSTEAD}"
             )
@@ -348,13 +348,18 @@ def _are_whole(
     first = octets[np.minimum(offsets, len(octets) - 1)]
     if kind.is_opaque:
         return not ((first == BOM_UTF8[0]) & (sizes >= len(BOM_UTF8))).any()
-    if kind.kind != "scalar" or kind.numpy_dtype.kind == "f" or not ((sizes > 0) & (sizes < _DIGITS)).all():
+    if not _is_number_text(kind) or not ((sizes > 0) & (sizes < _DIGITS)).all():
         return False
     is_digit = [
         (octets[np.minimum(offsets + place, offsets + sizes - 1)] - np.uint8(ord("0"))) < 10
         for place in range(int(sizes.max()))
     ]
     return bool(np.all(is_digit) and ((first != ord("0")) | (sizes == 1)).all())
+
+
+def _is_number_text(kind: FieldType) -> bool:
+    """Return True for integers, whose decimals are read where they lie; "20240102" is no number of days."""
+    return kind.kind == "scalar" and kind.logical is None and kind.numpy_dtype.kind != "f"
 
 
 def _text_span(kind: FieldType, member: Member) -> Span:

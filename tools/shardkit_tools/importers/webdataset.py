@@ -25,6 +25,8 @@ from typing import ClassVar, NamedTuple
 
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
+from shardkit.formats.cells import cell_value
+from shardkit.formats.schema import FieldType
 from shardkit.formats.strict_json import parse_json
 from shardkit_tools.importers.numpy_arrays import array_type, common_array, read_array
 from shardkit_tools.importers.protocol import (
@@ -260,6 +262,9 @@ def field_type_of(extension: str, data: bytes, where: str) -> str:
     return "bytes"
 
 
+_parse = functools.cache(FieldType.parse)
+
+
 @functools.cache
 def _word(extension: str) -> str:
     """Return the field of an extension as a word of a command."""
@@ -267,7 +272,10 @@ def _word(extension: str) -> str:
 
 
 def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
-    """Return the value of a member: as bytes, text or JSON what it holds, otherwise as its extension says."""
+    """Return the value of a member: as bytes, text or JSON what it holds, otherwise as its extension says.
+
+    Text that is to be another type is converted like a cell of a table.
+    """
     suffix, kind = extension.rpartition(".")[2], kind.removesuffix("?")
     if kind == "bytes":
         return data
@@ -283,7 +291,8 @@ def value_of(extension: str, kind: str, data: bytes, where: str) -> object:
         return int(text)
     if kind != "str" and suffix == "npy":
         return read_array(data, where)
-    return text_of(data, where, f"convert it, or keep the bytes with --schema {_word(extension)}=bytes")
+    found = text_of(data, where, f"convert it, or keep the bytes with --schema {_word(extension)}=bytes")
+    return found if kind == "str" else cell_value(found.strip(), _parse(kind), field_of(extension), where)
 
 
 # ---- Samples of members
