@@ -110,7 +110,7 @@ class Leg:
 
 
 def legs(record: RunRecord, plans: Mapping[int, RunPlan]) -> Iterator[Leg]:
-    """Yield the legs of the branch in order, then those that the run abandoned."""
+    """Yield the legs of the branch in order, then the legs that the run abandoned."""
     is_gone = ~np.isin(record.records["check"], record.branch["check"])
     for records, is_branch in ((record.branch, True), (record.records[is_gone], False)):
         for one in consecutive(records):

@@ -72,8 +72,8 @@ class RunRecord:
         reached: largest number of steps in the trainer's logs.
         findings: errors and notes found so far.
         roots: all heads that the records ever had; None if the ledger is damaged.
-        replaced: confirmed substitutions by step and recorded digest, which is that of a cell if the step is
-            incomplete. Set by `find_plans`.
+        replaced: confirmed substitutions by step and recorded digest (the digest of a cell if the step is
+            incomplete). Set by `find_plans`.
         stage_plans: the plans of each configuration under the amendments in force at a time. Set by `find_plans`.
     """
 

@@ -121,7 +121,7 @@ class Merge:
     # ---- files and starts
 
     def _open_sources(self) -> list[Source]:
-        """Open the journals that are there. A file that was removed had been merged to its end."""
+        """Open the journals of the run directory. A file that was removed had been merged to its end."""
         sources, fresh = [], []
         for path in journal_paths(self.ledger.run / "journal"):
             place = self.ledger.state.journals.get(path.name)

@@ -228,7 +228,7 @@ def _check_stratum(manifest: Manifest, stratum: Stratum) -> None:
         _refuse(f"stratum {stratum.name!r}: {stratum.selected} of {stratum.rows} rows are selected")
     if stratum.pooled and stratum.in_pool:
         _refuse(f"stratum {stratum.name!r} is a pool inside a pool")
-    # the axes of a merged version are those that its parts share; a part may have more
+    # a merged version has the axes that its parts share; a part may have more
     extra = len(stratum.values) - len(manifest.axes)
     if not stratum.pooled and (extra < 0 or (extra and manifest.axes[:1] != (PART_AXIS,))):
         _refuse(f"stratum {stratum.name!r} has {len(stratum.values)} values for {len(manifest.axes)} axes")

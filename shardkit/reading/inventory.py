@@ -240,8 +240,8 @@ def walk_versions(
 ) -> Iterator[Inventory]:
     """Yield the inventories of versions, of their added fields, and of their parts in this root, each once.
 
-    Versions of which no location has the manifest and all pages are skipped, and added to `lost` with the reason;
-    without `lost`, the error is raised.
+    If no location has the manifest and all pages of a version, the version is skipped and added to `lost` with the
+    reason; without `lost`, the error is raised.
     """
     waiting, seen = sorted(versions), set[str]()
     while waiting:

@@ -82,7 +82,7 @@ class Agent(LocalElasticAgent):
         started: dict[int, Any] = super()._start_workers(worker_group)
         context: Any = self._pcontext
         close, shutdown_s = context.close, self._shutdown_timeout
-        # When a rank has failed, the context itself ends the others, and gives them torch's 30 seconds.
+        # After the failure of a rank, the context itself ends the other ranks, after torch's 30 seconds.
         context.close = lambda *_given, **_named: close(signal.SIGTERM, shutdown_s)
         return started
 

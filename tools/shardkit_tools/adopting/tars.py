@@ -358,7 +358,7 @@ def _are_whole(
 
 
 def _is_number_text(kind: FieldType) -> bool:
-    """Return True for integers, whose decimals are read where they lie; "20240102" is no number of days."""
+    """Return True for integers, whose decimals adoption can read; "20240102" may be a date, not a number of days."""
     return kind.kind == "scalar" and kind.logical is None and kind.numpy_dtype.kind != "f"
 
 

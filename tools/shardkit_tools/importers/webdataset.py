@@ -398,7 +398,7 @@ class _Grouping:
         self._sample, self._is_torn = None, is_torn
 
     def add_all(self, members: Members) -> Iterator[TarSample | TarRun]:
-        """Add members; those of whole samples of equal fields become runs."""
+        """Add members; whole samples of equal fields become runs."""
         parts = list(map(split_name, members.names))
         keys = [key for key, _ in parts]
         starts = [place for place in range(1, len(keys)) if keys[place] != keys[place - 1]]
