@@ -251,7 +251,7 @@ _MOST_DIGESTS: Final = 4  # matches tried in one document; a valid one has one
 
 def seal(document: msgspec.Struct) -> bytes:
     """Return the canonical bytes of a document with their SHA-256 added as the field ``digest``."""
-    body = msgspec.to_builtins(document, enc_hook=_plain)
+    body = msgspec.to_builtins(document, enc_hook=_plain, order="deterministic")  # as `encode` orders sets
     return _encoder.encode({**body, "digest": sha256_digest(encode(document))})
 
 

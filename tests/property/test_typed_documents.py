@@ -45,6 +45,10 @@ class Whole(Document, frozen=True, kw_only=True, tag="shardkit-whole/1"):
     time: Time = "2026-01-01T00:00:00Z"
 
 
+class Ranks(Document, frozen=True, kw_only=True, tag="shardkit-ranks/1"):
+    ranks: frozenset[int]
+
+
 class Store(Record, frozen=True, kw_only=True):
     bandwidth: Annotated[float, Meta(gt=0)] = 1.0
 
@@ -196,6 +200,12 @@ def test_a_sealed_document_is_read_whole_or_not_at_all(document: Whole, data: st
     changed = sealed[:place] + bytes([sealed[place] ^ data.draw(st.integers(1, 255))]) + sealed[place + 1 :]
     with pytest.raises((FormatError, IntegrityError), match=r"^whole: "):
         unseal(Whole, changed, "whole", max_bytes=MAX_BYTES)
+
+
+@given(st.frozensets(st.integers(0, 2**40)))
+def test_the_digest_is_of_a_set_as_it_is_written(ranks: frozenset[int]) -> None:
+    document = Ranks(ranks=ranks)
+    assert unseal(Ranks, seal(document), "ranks", max_bytes=MAX_BYTES) == document
 
 
 def test_a_field_called_digest_inside_does_not_replace_the_own_one() -> None:
