@@ -25,7 +25,7 @@ import numpy as np
 from shardkit.audit.plans import RunPlan
 from shardkit.audit.replay import replay
 from shardkit.audit.run_record import RunRecord
-from shardkit.audit.trace import uses_of
+from shardkit.audit.trace import uses_of_many
 from shardkit.ledger import Journal, ledger_head
 from shardkit.ledger.ledger import RECORD, Tree, leaf_hash, parse_records
 from shardkit.plan import Population, make_plan
@@ -125,12 +125,12 @@ def bench_trace() -> list[tuple[str, str, str]]:
     steps = 3 * int(plan.steps_per_epoch or 0)
     branch = np.zeros(steps, dtype=RECORD)
     branch["step"] = np.arange(steps)
-    record.branch = branch if steps else parse_records(b"")
+    record.records = record.branch = branch if steps else parse_records(b"")
     plans = {0: RunPlan(0, None, plan)}  # type: ignore[arg-type]
     times = []
     for sample in (123_456_789, 999_999_999, 5, 654_321_098, 777_777_777):
         started = time.perf_counter()
-        uses = uses_of(record, plans, sample)
+        uses = uses_of_many(record, plans, {0: [sample]})
         times.append(time.perf_counter() - started)
         assert all(plan.cell(use.step, use.lane)[use.slot] == sample for use in uses)
         assert 2 <= len(uses) <= 3
