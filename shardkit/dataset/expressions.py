@@ -208,9 +208,9 @@ class Where:
             case ast.Constant(value=str() as text):
                 return text
             case ast.Constant(value=int() | float() as number):
-                return number if number <= _LARGEST_FLOAT else np.inf
+                return _bounded(number)
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-                return -number if number <= _LARGEST_FLOAT else -np.inf
+                return -_bounded(number)
             case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
                 values = [self._value(element, columns) for element in elements]
                 literals = tuple(value for value in values if isinstance(value, str | int | float))
@@ -239,6 +239,11 @@ class Where:
             f"where={self.text!r}: {ast.unparse(node)!r} is not understood; names, literals, comparisons, in, and, "
             "or, not are"
         )
+
+
+def _bounded(number: int | float) -> int | float:
+    """Return a literal, or infinity for integers beyond all floats."""
+    return number if number <= _LARGEST_FLOAT else np.inf
 
 
 def _is_text(value: _Operand) -> bool:

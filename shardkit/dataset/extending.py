@@ -17,7 +17,7 @@ from shardkit.formats import RowBlock, Schema
 from shardkit.formats.arrow_writing import arrow_schema, index_array
 from shardkit.formats.block import stored_columns
 from shardkit.formats.compression import normalise_compression
-from shardkit.manifest import Manifest, ShardTable, compose, extend
+from shardkit.manifest import Manifest, ShardTable, check_extension, compose, extend
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 
@@ -70,8 +70,7 @@ def extend_version(
         UsageError: a new field exists already, or the version is merged.
     """
     own, table = dataset.manifest, dataset.table
-    empty = msgspec.structs.replace(own, schema=fields.schema, lookups=(), costs=(), added=(), parent=None)
-    extend(own, empty, parent=own.id)  # refuses names that exist, before anything is written
+    check_extension(own, fields.schema)  # before anything is written
     blocks = _Blocks(dataset, fields)
     records = []
     for shard in range(len(table)):

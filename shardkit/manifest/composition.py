@@ -139,12 +139,7 @@ def extend(
     Raises:
         UsageError: A field exists already, or the version is merged.
     """
-    if manifest.parts:
-        names = ", ".join(name for name, _ in manifest.parts)
-        raise UsageError(f"this version is merged; extend its parts ({names}), then merge them again")
-    twice = next((name for name in added.schema if name in manifest.schema), None)
-    if twice is not None:
-        raise UsageError(f"the version has a field {twice!r} already; give the new field another name")
+    check_extension(manifest, added.schema)
     extended = msgspec.structs.replace(
         manifest,
         schema=Schema({**manifest.schema, **added.schema}),
@@ -153,6 +148,16 @@ def extend(
         build={**manifest.build, **(build or {})},
     )
     return Manifest.from_bytes(extended.to_bytes())  # do not write a manifest that readers reject
+
+
+def check_extension(manifest: Manifest, fields: Schema) -> None:
+    """Raise UsageError if a version is merged, or has one of these fields already."""
+    if manifest.parts:
+        names = ", ".join(name for name, _ in manifest.parts)
+        raise UsageError(f"this version is merged; extend its parts ({names}), then merge them again")
+    twice = next((name for name in fields if name in manifest.schema), None)
+    if twice is not None:
+        raise UsageError(f"the version has a field {twice!r} already; give the new field another name")
 
 
 def _one(values: Sequence[str]) -> str:

@@ -64,6 +64,12 @@ def table(folder: Path, numbers: Any = range(ROWS), **columns: Any) -> str:
     return str(folder / "scores.parquet")
 
 
+def extend_twice(root: str, folder: Path) -> None:
+    extend(root, from_=table(folder))
+    again = ImportOptions(columns=("key", "score"), rename={"score": "second"})
+    extend(root, from_=table(folder), options=again)
+
+
 def number_of(dataset: Dataset, sample: int) -> int:
     return int(dataset.key(sample).removeprefix("k-"))
 
@@ -278,12 +284,7 @@ def test_costs_of_added_fields_without_values_are_counted_as_0(root: str, tmp_pa
 def test_lookups_and_costs_stay(root: str, tmp_path: Path) -> None:
     output_of("rebuild", root, "--lookup", "key,text", "--cost", "label + 1")
     before = shardkit.open(root).manifest
-    extend(root, from_=table(tmp_path))
-    extend(
-        root,
-        from_=table(tmp_path),
-        options=ImportOptions(columns=("key", "score"), rename={"score": "second"}),
-    )
+    extend_twice(root, tmp_path)
     dataset = shardkit.open(root)
     check(dataset)
     assert (dataset.manifest.lookups, dataset.manifest.costs) == (before.lookups, before.costs)
@@ -309,12 +310,7 @@ def test_a_function_makes_the_fields(root: str, tmp_path: Path, monkeypatch: pyt
 
 @FORMATS
 def test_a_version_is_extended_twice_and_rebuilt_into_one(root: str, tmp_path: Path) -> None:
-    extend(root, from_=table(tmp_path))
-    extend(
-        root,
-        from_=table(tmp_path),
-        options=ImportOptions(columns=("key", "score"), rename={"score": "second"}),
-    )
+    extend_twice(root, tmp_path)
     dataset = shardkit.open(root)
     assert len(dataset.manifest.added) == 2
     assert all(sample["score"] == sample["second"] for sample in dataset)
