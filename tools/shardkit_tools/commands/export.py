@@ -224,6 +224,7 @@ def _write_tar(stream: BinaryIO, schema: Schema, runs: Iterable[_Run]) -> None:
     """Write members that a build of the tar reads as the same fields: ``key.jpg``, or ``key.left.jpg``."""
     limit = max_key_bytes(schema, "tar")
     names = dict(zip(schema, member_names(schema), strict=True))
+    fields = {name: Schema({name: kind.required}) for name, kind in schema.items()}
     for run in runs:
         columns = {name: (run.block.column(name), run.block.present(name)) for name in schema}
         for row, key in zip(run.rows.tolist(), run.keys, strict=True):
@@ -235,7 +236,7 @@ def _write_tar(stream: BinaryIO, schema: Schema, runs: Iterable[_Run]) -> None:
             kept = key if _is_tar_key(key, limit) else fit_key(key, limit)
             for name, (column, present) in columns.items():
                 if present[row]:
-                    _write_member(stream, f"{kept}.", name, names[name], schema[name], column.payload(row))
+                    _write_member(stream, f"{kept}.", names[name], fields[name], column.payload(row))
     stream.write(TRAILER)
 
 
@@ -248,13 +249,13 @@ def _is_tar_key(key: str, limit: int) -> bool:
     return fits and _DIRECTORIES.fullmatch(key) is not None
 
 
-def _write_member(
-    stream: BinaryIO, before: str, name: str, dotted: str, kind: FieldType, payload: bytes
-) -> None:
+def _write_member(stream: BinaryIO, before: str, dotted: str, field: Schema, payload: bytes) -> None:
+    """Write the member of the only field of a schema."""
+    ((name, kind),) = field.items()
     if (
         kind.logical is not None or kind.kind == "list"
     ):  # shards hold numbers and packed items, which no reader knows
-        value = Schema({name: kind.required}).decode([payload])[name]
+        value = field.decode([payload])[name]
         text = logical_text(value)
         extension, text = ("json", json.dumps(value, ensure_ascii=False)) if text is None else ("txt", text)
         parts: tuple[bytes, bytes | memoryview] = (b"", text.encode())
