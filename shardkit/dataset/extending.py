@@ -17,7 +17,8 @@ from shardkit.formats import RowBlock, Schema
 from shardkit.formats.arrow_writing import arrow_schema, index_array
 from shardkit.formats.block import stored_columns
 from shardkit.formats.compression import normalise_compression
-from shardkit.manifest import Manifest, ShardTable, check_extension, compose, extend
+from shardkit.manifest import Manifest, ShardTable, compose, extend
+from shardkit.manifest.composition import check_extension
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import put_manifest
 

@@ -3,7 +3,7 @@
 This package does no I/O: it converts bytes to columns and back. SPEC.md defines the bytes and gives the reasons.
 """
 
-from shardkit.manifest.composition import check_extension, compose, extend, merge
+from shardkit.manifest.composition import compose, extend, merge
 from shardkit.manifest.manifest import (
     MAX_MANIFEST_BYTES,
     MIXED,
@@ -46,7 +46,6 @@ __all__ = [
     "Stratum",
     "check_against",
     "check_alignment",
-    "check_extension",
     "compose",
     "extend",
     "max_selection_bytes",
