@@ -7,7 +7,6 @@ import datetime as dt
 import hashlib
 import io
 import json
-import os
 import subprocess
 import tarfile
 from collections.abc import Callable, Mapping
@@ -24,11 +23,10 @@ import shardkit
 from shardkit.copies.verify import verify
 from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.removing import erase
-from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
+from shardkit.errors import NotFoundError, SourceError, UsageError
 from shardkit.formats import read_block, xxh3
 from shardkit.repository.repository import Repository
 from shardkit_tools.adopting import adopt
-from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.building import engines
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
@@ -198,42 +196,6 @@ def test_runs_of_one_label_are_strata(tmp_path: Path) -> None:
         adopt(tars, tmp_path / "other", stratify="text")
 
 
-@pytest.mark.parametrize("how", ["flip", "truncate", "grow", "replace", "remove"])
-def test_a_changed_tar_is_noticed_and_named(tmp_path: Path, how: str) -> None:
-    tars = write_tars(tmp_path / "tars", tars=2)
-    adopt(tars, tmp_path / "root", block_size="8KiB")
-    path = Path(tars[1])
-    data, stat = path.read_bytes(), path.stat()
-    index = shardkit.open(tmp_path / "root").reader.index(1)
-    row = int(index.block_start[3])
-    if how == "flip":
-        assert index.field_offset is not None
-        at = int(index.block_offset[3] + index.field_offset[row, index.schema.position("image")]) + 5
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # a time tells nothing
-    elif how == "truncate":
-        path.write_bytes(data[: int(index.block_offset[3]) + 100])
-    elif how == "grow":
-        path.write_bytes(data + bytes(512))
-    elif how == "replace":
-        path.write_bytes(Path(tars[0]).read_bytes())
-    else:
-        path.unlink()
-    ds = shardkit.open(tmp_path / "root")
-    assert ds[row]["text"] == f"sample {row} ü", "the other tar is as it was"
-    if how != "grow":  # what was adopted is still there, and read
-        expected: type[ShardkitError] = NotFoundError if how == "remove" else IntegrityError
-        with pytest.raises(expected, match=r"001\.tar"):
-            ds[120 + row]
-    found = verify(str(tmp_path / "root"))
-    assert found.exit_code == 4
-    (damage,) = found.damaged
-    assert damage.name == str(path)
-    assert "shardkit adopt" in damage.action
-    if how == "flip":
-        assert damage.blocks == (3,)
-
-
 def test_root_and_tars_may_move_together_and_tars_alone_are_adopted_again(tmp_path: Path) -> None:
     tars = write_tars(tmp_path / "a" / "tars", tars=2)
     first = adopt(tars, tmp_path / "a" / "root")
@@ -273,26 +235,6 @@ def test_jobs_and_journal_do_not_change_the_version(tmp_path: Path, monkeypatch:
     tars = write_tars(tmp_path / "tars", tars=4)
     ids = {adopt(tars, tmp_path / f"j{jobs}", jobs=jobs).manifest.id for jobs in (1, 2)}  # type: ignore[union-attr]
     assert len(ids) == 1
-
-
-def test_finished_tars_are_not_read_again_unless_they_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tars = write_tars(tmp_path / "tars", tars=4)
-
-    def stopped(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(adoption_module, "put_manifest", stopped)
-        with pytest.raises(KeyboardInterrupt, match="run the same command again to go on"):
-            adopt(tars, tmp_path / "root")
-    write_tars(tmp_path / "tars", tars=1, rows=100)
-    result = adopt(tars, tmp_path / "root")
-    assert result.reused == 3
-    assert result.rows == 100 + 3 * 120
-    assert result.manifest is not None
-    assert result.manifest.id == adopt(tars, tmp_path / "whole").manifest.id  # type: ignore[union-attr]
 
 
 def hostile(path: Path, data: bytes) -> str:

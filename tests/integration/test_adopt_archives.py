@@ -14,7 +14,6 @@ import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit_tools.adopting import adopt, arrays
-from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 
 NUMBERS = np.random.default_rng(5)
@@ -31,25 +30,6 @@ def write_archives(folder: Path) -> list[Path]:
     for number, rows in enumerate((slice(0, 180), slice(180, 300))):
         np.savez(folder / f"{number}.npz", **{name: array[rows] for name, array in ARRAYS.items()})
     return sorted(folder.iterdir())
-
-
-def test_archives_are_what_numpy_reads(tmp_path: Path) -> None:
-    write_archives(tmp_path / "archives")
-    adopt(tmp_path / "archives", tmp_path / "root")
-    build(tmp_path / "archives", tmp_path / "built", shuffle=False)
-    adopted, built = (shardkit.open(tmp_path / name) for name in ("root", "built"))
-    assert adopted.schema == built.schema
-    assert adopted.key(181) == built.key(181) == "0000000181"
-    for ds in (adopted, built):
-        for name, array in ARRAYS.items():
-            assert np.array_equal(np.stack([np.asarray(row[name]) for row in ds]), array), name
-    plan = adopted.plan(global_batch=24, lanes=4, seed=5)
-    for fields in (list(ARRAYS), ["odd"], ["half", "is_good"]):
-        with adopted.loader(plan, rank=0, world=1, tensors=False, fields=fields) as loader:
-            for batch in loader:
-                for name in fields:
-                    assert np.array_equal(batch[name], ARRAYS[name][batch.samples]), name
-    assert not verify(str(tmp_path / "root"), level="decode").exit_code
 
 
 def test_every_flipped_bit_is_found_in_its_range(tmp_path: Path) -> None:

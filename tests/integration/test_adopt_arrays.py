@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,20 +16,18 @@ import pytest
 import shardkit
 import shardkit_tools
 from shardkit.copies.verify import verify
-from shardkit.errors import IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
+from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 from tests.command_line import typed
-from tests.flips import flipping
 from tests.unit.test_importer_numpy import WRITERS, write
 
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
 ROW = 64  # tokens
 TOKENS: dict[str, Any] = {"options": ImportOptions(dtype="uint16", row=ROW)}
-BLOCK_BYTES = 16 * 2 * ROW  # 16 rows
 INDEX = "4b3fd28ad8092b8ddef38f64197f9ac2ddf02c65eb5065fbc2dd4acfe51253b8"
 VERSION = "sha256:bf1880a6da818d2acbc74b6eb5f35f083acebb8241cc8294d215fe33c3be5fad"
 
@@ -159,97 +156,6 @@ def test_an_index_takes_no_memory_per_row(tmp_path: Path) -> None:
     assert len(ds.reader.index(0).keys()) == len(ds) == 100_000
 
 
-@pytest.mark.parametrize("files", [1, 2])
-def test_built_and_adopted_tokens_give_equal_batches(tmp_path: Path, files: int) -> None:
-    _, values = write_tokens(tmp_path / "tokens", (500, 333)[:files])
-    source, root = str(tmp_path / "tokens"), str(tmp_path / "adopted")
-    build(
-        source,
-        tmp_path / "built",
-        options=ImportOptions(dtype="uint16", row=ROW),
-        format="arrow",
-        block_size="4KiB",
-        shuffle=False,
-    )
-    built = shardkit.open(tmp_path / "built")
-    block_rows = int(built.table.block_rows[0])
-    result = adopt([source], root, block_size=block_rows * 2 * ROW, **TOKENS)
-    assert len(result.notes) == files
-    assert all("last 10 bytes do not fill a row" in note for note in result.notes)
-    adopted = shardkit.open(root, settings=SETTINGS)
-    assert adopted.schema == built.schema
-    assert [adopted.key(row) for row in (0, 7, len(values) - 1)] == [
-        built.key(row) for row in (0, 7, len(values) - 1)
-    ]
-    np.testing.assert_array_equal(rows_of(root, "tokens"), values)
-    ours = batches(root, "tokens")
-    for samples, found in ours:
-        np.testing.assert_array_equal(found, values[samples])
-    if files == 1:  # both have one shard, so blocks agree
-        theirs = batches(tmp_path / "built", "tokens")
-        assert [samples for samples, _ in ours] == [samples for samples, _ in theirs]
-        for (_, mine), (_, other) in zip(ours, theirs, strict=True):
-            np.testing.assert_array_equal(mine, other)
-    assert not verify(root, level="decode").exit_code
-
-
-@pytest.mark.parametrize(("write_files", "field"), [(write_arrays, "value"), (write_documents, "tokens")])
-def test_every_flipped_bit_is_found_in_its_block(
-    tmp_path: Path, write_files: Callable[[Path], tuple[list[str], Any]], field: str
-) -> None:
-    paths, values = write_files(tmp_path / "files")
-    adopt(
-        tmp_path / "files",
-        tmp_path / "root",
-        from_="tokens" if field == "tokens" else "npy",
-        block_size="4KiB",
-    )
-    root, path = str(tmp_path / "root"), Path(paths[1])
-    data, index = path.read_bytes(), shardkit.open(root).reader.index(1)
-    assert index.blocks == (13 if field == "value" else 7)
-    chance = random.Random(4)
-    for block, span in enumerate(index.spans):
-        at = span.offset + chance.randrange(span.size)
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
-        (damage,) = verify(root).damaged
-        assert (damage.name, damage.blocks) == (str(path), (block,))
-        assert "shardkit adopt" in damage.action
-        ds = shardkit.open(root)
-        with pytest.raises(IntegrityError, match=rf"block {block} in .*part1\."):
-            ds[450 + span.first_row]
-        other = 450 + index.rows - 1 if block == 0 else 450
-        assert np.array_equal(ds[other][field], values[other]), "other blocks are read"
-    for at in (3, len(data) - 1):  # in an array, the first is a byte of the header
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        assert verify(root).exit_code == 4
-    path.unlink()
-    with pytest.raises(NotFoundError, match="shardkit adopt SOURCE"):
-        shardkit.open(root)[600]
-
-
-def test_no_change_of_a_file_under_a_running_loader_reaches_a_batch(tmp_path: Path) -> None:
-    paths, values = write_tokens(tmp_path / "tokens", (4000,))
-    adopt(paths, tmp_path / "root", block_size=BLOCK_BYTES, **TOKENS)
-    path = Path(paths[0])
-    ds = shardkit.open(tmp_path / "root")
-    plan = ds.plan(global_batch=16, lanes=2, window_blocks=2, seed=3)
-    seen, errors = 0, []
-    with flipping(path, seed=11):
-        while seen < 1000:
-            try:
-                with ds.loader(plan, rank=0, world=1, tensors=False, threads=2) as loader:
-                    for batch in loader:
-                        seen += 1
-                        assert np.array_equal(batch["tokens"], values[batch.samples]), batch.step
-            except IntegrityError as error:
-                errors.append(str(error))
-    assert all(path.name in error for error in errors)
-    with path.open("r+b") as file:  # from here on it is wrong for good
-        file.write(bytes(path.stat().st_size))
-    with pytest.raises(IntegrityError, match=r"part0\.bin"), ds.loader(plan, rank=0, world=1) as loader:
-        list(loader)
-
-
 def test_found_selected_planned_trained_and_audited(tmp_path: Path) -> None:
     paths, values = write_tokens(tmp_path / "tokens")
     root = str(tmp_path / "root")
@@ -286,22 +192,6 @@ def test_found_selected_planned_trained_and_audited(tmp_path: Path) -> None:
         hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths
     ]
     assert (tmp_path / "urls").read_text().split() == paths
-
-
-def test_parity_and_copies_restore_what_their_owner_changed(tmp_path: Path) -> None:
-    paths, values = write_arrays(tmp_path / "arrays")
-    root, mirror = str(tmp_path / "root"), tmp_path / "mirror"
-    adopt([tmp_path / "arrays"], root)
-    code, _, err = typed("place", root, "--location", f"mirror={mirror}", "--copies", 2, "--parity", "2+2")
-    assert code == 0, err
-    assert typed("replicate", root)[0] == 0
-    copies = {path.read_bytes() for path in mirror.rglob("*.rows")}
-    assert copies == {Path(path).read_bytes() for path in paths}
-    Path(paths[0]).write_bytes(bytes(Path(paths[0]).stat().st_size))
-    np.testing.assert_array_equal(rows_of(root, "value"), values)
-    assert typed("repair", root)[0] == 0
-    assert verify(root).exit_code == 0
-    assert [path.read_bytes() in copies for path in Path(root).rglob("*.rows")] == [True]
 
 
 def test_a_file_after_one_that_grew_gets_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,8 @@ import csv
 import io
 import json
 import os
-import random
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from PIL import Image
 
 import shardkit
 from shardkit.copies.verify import verify
-from shardkit.errors import FormatError, IntegrityError, NotFoundError, ShardkitError, SourceError, UsageError
+from shardkit.errors import FormatError, ShardkitError, SourceError, UsageError
 from shardkit.formats import Texts
 from shardkit.reading.adopted_places import FileGroup
 from shardkit.reading.read_path import ReadSettings
@@ -28,7 +26,7 @@ from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 from tests.command_line import typed
-from tests.pictures import JPEG, PNG
+from tests.pictures import PNG
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.object_stores import s3_client, upload
 
@@ -118,69 +116,6 @@ def test_metadata_is_joined_as_in_a_build(tmp_path: Path, form: str) -> None:
     assert [{name: sample[name] for name in ("score", "who")} for sample in found] == expected
     build(str(folder), tmp_path / "built", shuffle=False)
     assert found == samples_of(tmp_path / "built")
-
-
-@pytest.mark.parametrize("remote", [False, True])
-def test_built_and_adopted_files_give_equal_batches(tmp_path: Path, remote: bool, proxy: FaultProxy) -> None:
-    folder = tmp_path / "pictures"
-    for name in CLASSES[:2]:
-        (folder / name).mkdir(parents=True)
-        for n in range(24):
-            (folder / name / f"{n}.jpg").write_bytes(JPEG + random.Random(n).randbytes(1000))
-    source = upload(proxy.endpoint, BUCKETS[0], folder) if remote else str(folder)
-    build(source, tmp_path / "built", shuffle=False, block_size="4KiB")
-    built = shardkit.open(tmp_path / "built")
-    block_rows = int(built.table.block_rows[0])
-    adopt([source], tmp_path / "root", block_size=block_rows * 1003)
-    assert int(shardkit.open(tmp_path / "root").table.block_rows[0]) == block_rows
-    ours = batches(tmp_path / "root")
-    assert ours == batches(tmp_path / "built")
-    assert sorted(row for rows, *_ in ours for row in rows) == list(range(48))
-
-
-def test_every_flipped_bit_is_found_in_its_file(tmp_path: Path) -> None:
-    folder, root = tmp_path / "pictures", str(tmp_path / "root")
-    files = write_pictures(folder, captions=0)
-    adopt([folder], root, block_size="4KiB")
-    chance = random.Random(4)
-    for row, name in enumerate(sorted(files)):
-        path, data = folder / name, bytearray(files[name])
-        bit = chance.randrange(8 * len(data))
-        data[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(data)
-        with pytest.raises(IntegrityError, match=r"XXH3 mismatch") as raised:
-            shardkit.open(root)[row]
-        assert str(path) in str(raised.value)
-        found = verify(root, level="read")
-        assert [(one.name, one.rows) for one in found.damaged] == [(str(path), 1)]
-        path.write_bytes(files[name])
-    assert not verify(root, level="read").exit_code
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (lambda path: path.unlink(), NotFoundError),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), IntegrityError),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), IntegrityError),
-        (lambda path: path.rename(path.with_name("moved.png")), NotFoundError),
-    ],
-)
-def test_a_changed_file_is_named_by_reads_and_verify(
-    tmp_path: Path, change: Callable[[Path], object], error: type[ShardkitError]
-) -> None:
-    folder, root = tmp_path / "pictures", str(tmp_path / "root")
-    write_pictures(folder)
-    adopt([folder], root, block_size="4KiB")
-    path = folder / "dogs" / "003.png"
-    change(path)
-    ds = shardkit.open(root)
-    with pytest.raises(error) as raised:
-        [ds[row] for row in range(len(ds))]
-    assert str(path) in str(raised.value)
-    for level in ("list", "read"):
-        found = verify(root, level=level)
-        assert [one.name for one in found.damaged] == [str(path)], level
 
 
 def test_a_changed_object_of_a_bucket_is_named(tmp_path: Path, proxy: FaultProxy) -> None:
@@ -281,26 +216,6 @@ def test_a_continued_adoption_numbers_the_labels_of_today(
     (folder / "cats" / "3.png").rename(folder / "cows" / "3.png")
     adopt([folder], root)
     assert [sample["label"] for sample in samples_of(root)] == [0, 0, 0, 1, *[2] * 4, *[3] * 4]
-
-
-def test_a_killed_adoption_reads_only_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardkit_tools.importers.source_files._TASK_FILES", 10)
-    folder, root = tmp_path / "pictures", tmp_path / "root"
-    files = write_pictures(folder, captions=0)
-    adopt_killed(folder, root, monkeypatch, tasks=2)
-    (folder / "cats" / "001.png").touch()  # in the first of the finished groups
-    result = adopt([folder], root)
-    assert result.reused == 1
-    assert [sample["image"] for sample in samples_of(root)] == [files[name] for name in sorted(files)]
-    (tmp_path / "moved").mkdir()
-    folder.rename(tmp_path / "moved" / "pictures")
-    with pytest.raises(NotFoundError):
-        samples_of(root)
-    moved = adopt([tmp_path / "moved" / "pictures"], root)
-    assert moved.commit is None, "the same version"
-    assert len(samples_of(root)) == len(files)
 
 
 def test_links_are_followed_on_request_and_loops_are_named(tmp_path: Path) -> None:

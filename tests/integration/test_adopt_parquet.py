@@ -25,9 +25,6 @@ from shardkit_tools.adopting import adopt, encoded_blocks
 from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
-from tests.flips import flipping
-from tests.servers.fault_proxy import FaultProxy
-from tests.servers.object_stores import upload
 
 # ---- Parquet files, adopted: equal to pyarrow's reading and to a build, read by column, and named when they change
 
@@ -119,31 +116,6 @@ def test_rows_are_what_pyarrow_reads(tmp_path: Path) -> None:
     assert ds.key(799) == "0000000799"
 
 
-def test_rows_in_a_bucket_are_what_pyarrow_reads(tmp_path: Path, proxy: FaultProxy) -> None:
-    _, rows = write_tables(tmp_path / "tables")
-    adopt([upload(proxy.endpoint, BUCKETS[0], tmp_path / "tables")], tmp_path / "root")
-    assert samples(tmp_path / "root") == list(map(expected, rows))
-    for numbers, found in batches(tmp_path / "root", ["id", "text"]):
-        assert found["id"] == numbers
-        assert found["text"] == [rows[number]["text"] for number in numbers]
-
-
-def test_built_and_adopted_rows_give_equal_batches(tmp_path: Path) -> None:
-    (tmp_path / "tables").mkdir()
-    pq.write_table(table(0, 600), tmp_path / "tables" / "a.parquet", row_group_size=50)
-    build(
-        str(tmp_path / "tables"), tmp_path / "built", format="arrow", block_size="16KiB", shuffle=False,
-        shard_size="1GiB",
-    )  # fmt: skip
-    block_rows = int(shardkit.open(tmp_path / "built").table.block_rows[0])
-    pq.write_table(table(0, 600), tmp_path / "tables" / "a.parquet", row_group_size=block_rows)
-    adopt([tmp_path / "tables"], tmp_path / "adopted")
-    assert shardkit.open(tmp_path / "adopted").schema == shardkit.open(tmp_path / "built").schema
-    ours = batches(tmp_path / "adopted", window_blocks=4)
-    assert ours == batches(tmp_path / "built", window_blocks=4)
-    assert len(ours) == 25
-
-
 @pytest.mark.parametrize("field", ["id", "image", "tokens", "turns"])
 def test_a_flip_in_any_range_is_found_by_the_loader_of_this_field_only(tmp_path: Path, field: str) -> None:
     (path, _), rows = write_tables(tmp_path / "tables")
@@ -163,45 +135,6 @@ def test_a_flip_in_any_range_is_found_by_the_loader_of_this_field_only(tmp_path:
             assert other["when"] == [number * 1000 for number in numbers]
     path.write_bytes(data)
     assert samples(tmp_path / "root") == list(map(expected, rows[:500]))
-
-
-def test_a_flip_between_the_blocks_and_in_the_footer_is_found_by_verify(tmp_path: Path) -> None:
-    (path, _), _ = write_tables(tmp_path / "tables")
-    adopt([path], tmp_path / "root")
-    data = path.read_bytes()
-    for at in (0, 3, len(data) - 1, len(data) - 6, len(data) - 300):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        assert len(verify(tmp_path / "root").damaged) == 1, at
-
-
-@pytest.mark.parametrize("fields", [None, ["id", "text"]])
-def test_a_file_that_is_rewritten_under_a_loader_reaches_no_batch(
-    tmp_path: Path, fields: list[str] | None
-) -> None:
-    """1,000 batches while a thread flips and restores bits."""
-    (path, _), rows = write_tables(tmp_path / "tables")
-    adopt([path], tmp_path / "root")
-    ds = shardkit.open(tmp_path / "root")
-    plan = ds.plan(global_batch=10, lanes=2, window_blocks=2, seed=3)
-    seen, errors = 0, []
-    with flipping(path, seed=9):
-        while seen < 1000:
-            try:
-                with ds.loader(plan, rank=0, world=1, tensors=False, threads=2, fields=fields) as loader:
-                    for batch in loader:
-                        seen += 1
-                        numbers = batch.samples.tolist()
-                        assert batch["id"].tolist() == numbers
-                        assert batch["text"] == [rows[number]["text"] for number in numbers]
-            except IntegrityError as error:
-                errors.append(str(error))
-    assert all(path.name in error for error in errors)
-    path.write_bytes(bytes(path.stat().st_size))  # from here on it is wrong for good
-    with (
-        pytest.raises(IntegrityError, match=r"a\.parquet"),
-        ds.loader(plan, rank=0, world=1, fields=fields) as loader,
-    ):
-        list(loader)
 
 
 def test_files_that_differ_are_read_as_in_a_build(tmp_path: Path) -> None:
@@ -375,41 +308,6 @@ def test_rows_of_arrow_files_are_what_pyarrow_reads(tmp_path: Path, write: Write
         assert found["id"] == numbers
         assert found["text"] == [rows[number]["text"] for number in numbers]
     assert not verify(tmp_path / "adopted").damaged
-
-
-def test_a_saved_dataset_is_what_datasets_reads(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    numbers = range(2500)
-    rows = {
-        "n": list(numbers),
-        "text": [f"text {n}" for n in numbers],
-        "tags": [["a", "b"][: n % 3] for n in numbers],
-    }
-    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved", num_shards=2)
-    adopt([tmp_path / "saved"], tmp_path / "adopted")
-    ds = shardkit.open(tmp_path / "adopted")
-    theirs = datasets.load_from_disk(tmp_path / "saved")
-    assert ds[:] == list(theirs)
-    datasets.Dataset.from_dict({"n": [1]}).save_to_disk(tmp_path / "other")
-    with pytest.raises(SourceError, match=r"one folder at a time.*shardkit merge"):
-        adopt([tmp_path / "saved", tmp_path / "other"], tmp_path / "root")
-
-
-@pytest.mark.parametrize("write", [write_stream, write_zstd])
-def test_a_flip_in_any_block_is_found_and_named(tmp_path: Path, write: Write) -> None:
-    path = tmp_path / "a.arrow"
-    write(path, table(0, 300))
-    adopt([path], tmp_path / "root")
-    index, data, chance = indexes(tmp_path / "root")[0], path.read_bytes(), random.Random(3)
-    for block, span in enumerate(index.spans):
-        at = chance.randrange(span.offset, span.offset + span.size)
-        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
-        assert len(verify(tmp_path / "root").damaged) == 1
-        with pytest.raises(IntegrityError, match=rf"block {block} in .*a\.arrow"):
-            batches(tmp_path / "root", ["id"])
-    for at in (0, index.head_size - 1, len(data) - 1):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        assert len(verify(tmp_path / "root").damaged) == 1, at
 
 
 def test_what_cannot_be_adopted_of_arrow_files_is_named(tmp_path: Path) -> None:
