@@ -23,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from shardkit.loader import gather, plain_rows
+from tests.drills import DRILLS
 from tests.servers.fault_proxy import FaultProxy
 from tests.servers.object_stores import moto, s3_environment
 
@@ -52,7 +53,7 @@ sys.dont_write_bytecode = False
 _MEMORY = Path("/dev/shm")
 _NEEDED_BYTES = 4 << 30
 if (
-    os.environ.get("SHARDKIT_DRILLS") != "full"
+    not DRILLS
     and os.access(_MEMORY, os.W_OK)
     and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC  # tests run what they install
     and shutil.disk_usage(_MEMORY).free > _NEEDED_BYTES
@@ -71,8 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args[:] = files[first:] + files[:first]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cheap rooms first, so that a mistake shows early, in as many shares as there are workers.
+
+    What `make drills` alone runs is left out elsewhere.
 
     With ``--dist worksteal`` each worker gets a share and steals from others when it is done. A file's tests stay
     together, because what a file's tests share is made once per worker.
@@ -84,6 +87,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             room = "slow"
         return _ORDER.index(room) if room in _ORDER else len(_ORDER), item.path
 
+    if not DRILLS:
+        left_out = [item for item in items if any(mark.kwargs for mark in item.iter_markers("drill"))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     shares: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))]
     for _, file in itertools.groupby(sorted(items, key=rank), key=rank):
         min(shares, key=len).extend(file)
@@ -92,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         _try_fewer_examples(
             {getattr(test, "__func__", test) for test in (getattr(i, "obj", None) for i in items)}
         )
-    if os.environ.get("SHARDKIT_DRILLS") == "full":
+    if DRILLS:
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
 

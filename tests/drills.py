@@ -1,4 +1,7 @@
-"""What a drill runs: a twentieth of its repetitions and some of its cases in `make test`, all in `make drills`."""
+"""What a drill runs: a twentieth of its repetitions and some of its cases in `make test`, all in `make drills`.
+
+``pytest.mark.drill(only=True)`` marks what `make drills` alone runs, because cheaper tests hold the same promises.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import shardkit
@@ -138,13 +136,6 @@ def long_cells(path: Path, rows: int, size: int) -> None:
             stream.write(f'{number},"{"x" * size}"\n')
 
 
-def one_row_group(path: Path, rows: int, size: int) -> None:
-    """One group, in pages of the default size."""
-    texts = (os.urandom(size // 2).hex() for _ in range(rows))
-    table = pa.table({"n": range(rows), "text": pa.array(texts, pa.large_string())})
-    pq.write_table(table, path, compression="none", use_dictionary=False, row_group_size=rows)
-
-
 def large_members(path: Path, rows: int, size: int) -> None:
     with tarfile.open(path, "w") as tar:
         for number in range(rows):
@@ -162,14 +153,13 @@ def large_members(path: Path, rows: int, size: int) -> None:
     [
         ("a.jsonl", long_lines, 8, 16 << 20),
         ("a.csv", long_cells, 12, 8 << 20),
-        ("a.parquet", one_row_group, 12_000, 40_000),
         ("a.tar", large_members, 5, 64 << 20),
     ],
 )
 def test_a_job_grows_by_less_than_450_mib(
     name: str, write: Callable[[Path, int, int], None], rows: int, size: int, tmp_path: Path
 ) -> None:
-    """Whatever the line, the cell, the row group or the member."""
+    """Whatever the line, the cell or the member; tests/unit/test_parquet_memory.py has the row group."""
     write(tmp_path / name, rows, size)
     write(tmp_path / f"few-{name}", 2, 1024)
     done = subprocess.run(

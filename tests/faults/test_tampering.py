@@ -576,6 +576,7 @@ TABLE = [
     Row("a record of losses flipped", edit(ledger("losses"), flipped), BAD, ("losses", "were changed")),
     Row("losses removed", remove(ledger("losses")), BAD, ("losses was cut",)),
     Row("state.json removed", remove(ledger("state.json")), BAD, ("ledger", "state.json")),
+    Row("state.json flipped", edit(ledger("state.json"), flipped), BAD, ("state.json",)),
     Row("ledger removed, journals left", lambda h: shutil.rmtree(h.run / "ledger"), BAD, (LAST, "ledger")),
     Row("ledger of another run", ledger_of_other, BAD, ("run.json", "optimizer.lr is 0.01")),
     Row("a journal flipped", edit(lambda h: journals(h)[0], flipped), BAD, ("journal/",)),

@@ -139,36 +139,6 @@ def test_a_dataset_that_is_gone_cannot_be_checked(home: Path) -> None:
 # ---- tampering: the ledger
 
 
-@pytest.mark.parametrize("name", ["steps", "events", "state.json"])
-def test_one_byte_of_the_ledger(home: Path, name: str) -> None:
-    path = home / "run" / "ledger" / name
-    clean = path.read_bytes()
-    rng = np.random.default_rng(len(clean))
-    for position in [0, len(clean) - 2, *rng.integers(0, len(clean) - 1, 6).tolist()]:
-        damaged = bytearray(clean)
-        damaged[position] ^= 1
-        path.write_bytes(damaged)
-        audit = audit_run(home / "run", level=None)
-        assert audit.exit_code == 4, (position, audit.findings)
-        assert any(
-            name in one.subject or name in one.text for one in audit.findings if one.severity == "violated"
-        )
-    path.write_bytes(clean)
-    assert audit_run(home / "run", level=None).exit_code == 0
-
-
-def test_one_byte_of_a_journal(home: Path) -> None:
-    """In what is merged already as in what is not."""
-    for path in sorted((home / "run" / "journal").iterdir()):
-        clean = path.read_bytes()
-        for position in (3, 140, len(clean) // 2, len(clean) - 150):
-            damaged = bytearray(clean)
-            damaged[position] ^= 4
-            path.write_bytes(damaged)
-            named(audit_run(home / "run", level=None), path.name)
-        path.write_bytes(clean)
-
-
 def rewrite(
     run: Path, change: Callable[[list[tuple[int, int, int, bytes]]], None], *, checksums: bool
 ) -> None:
@@ -242,27 +212,6 @@ def test_a_ledger_forged_throughout_contradicts_checkpoints_and_plan(home: Path,
     )
 
 
-def test_a_ledger_cut_after_its_last_checkpoint(home: Path) -> None:
-    """The record of the steps after it is gone, and what is left is a ledger in itself."""
-    run = home / "run"
-    consume(str(home / "data"), run, STEPS, STEPS + 10)
-    for path in (run / "journal").iterdir():
-        path.unlink()
-    (run / "metrics").mkdir()
-    lines = [json.dumps({"step": step, "loss": 1}) for step in range(STEPS + 10)]
-    (run / "metrics" / "train.jsonl").write_text("\n".join(lines) + "\n")
-    named(audit_run(run, level=None), f"steps {STEPS} to {STEPS + 9}", "cut")
-
-
-def test_a_ledger_cut_before_its_last_checkpoint(home: Path, tmp_path: Path) -> None:
-    root, run = str(home / "data"), home / "run"
-    for name in ("ledger", "journal"):
-        shutil.rmtree(run / name)
-    consume(root, run, 0, 30)
-    ledger_head(run)
-    named(audit_run(run, level=None), "checkpoint step-000000000050", "ends at step 30", "cut")
-
-
 # ---- tampering: data, settings, checkpoints
 
 
@@ -287,37 +236,6 @@ def test_a_manifest_with_one_changed_byte(home: Path) -> None:
 
 
 # ---- deviations that are explained
-
-
-def test_substitutions_are_listed_with_their_reasons(home: Path, tmp_path: Path) -> None:
-    root, run = str(home / "data"), tmp_path / "run"
-    dataset = shardkit.open(root)
-    plan = dataset.plan(**SETTINGS)
-    with closing(Journal(run / "journal", manifest=dataset.manifest.id, plan=plan.digest, rank=0, world=1, lanes=LANES,
-                 meta={"history": plan.history(), "dataset": [root]})) as journal:  # fmt: skip
-        for step in range(5):
-            cells = plan.step(step).copy()
-            if step == 3:
-                journal.event(
-                    3,
-                    "substituted",
-                    lane=2,
-                    slot=1,
-                    sample=int(cells[2, 1]),
-                    by=7,
-                    field="value",
-                    reason="torn",
-                )
-                cells[2, 1] = 7
-            if step == 4:
-                cells[0, 0] = 8  # and nobody says so
-            record_cells(journal, step, list(enumerate(cells)))
-    audit = audit_run(run, level=None)
-    named(audit, "step 4", "consumed other samples")
-    explained = [one for one in audit.findings if one.severity == "explained"]
-    assert [one.subject for one in explained] == ["step 3 lane 2 slot 1"]
-    assert "value: torn" in explained[0].text
-    assert [one.subject for one in audit.findings if one.kind == "step"] == ["step 4"]
 
 
 @pytest.mark.parametrize(("on_error", "kind"), [("substitute", "substituted"), ("mask", "masked")])
@@ -585,42 +503,6 @@ def test_nothing_is_proven_from_a_record_that_is_not_sound(home: Path, tmp_path:
 
 
 # ---- amended plans
-
-
-def test_a_run_that_goes_on_with_an_amended_plan_is_checked_through(home: Path, tmp_path: Path) -> None:
-    """Restarted from step 30 under weights, and from step 40 on fewer samples: a fork is said where it repeats."""
-    root, run = str(home / "data"), tmp_path / "run"
-    dataset = shardkit.open(root)
-    first = dataset.plan(**SETTINGS)
-    second = first.amend(from_step=30, weights={"1": 3})
-    third = second.amend(skip=(40, 43))
-    for plan, begin, end in ((first, 0, 36), (second, 30, 41), (third, 40, 50)):
-        with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
-            loader.seek(begin)
-            for _ in batches_until(loader, end):
-                pass
-    audit = audit_run(run, level=None)
-    assert audit.exit_code == 0, audit.findings
-    assert (audit.steps, audit.checked) == (50, 50 + 6 + 1)
-    assert audit.plan == third.digest
-    assert [one.subject for one in audit.findings if one.kind == "fork"] == ["step 30", "step 40"]
-
-
-def test_a_run_that_goes_on_over_another_version_is_checked_through(home: Path, tmp_path: Path) -> None:
-    root, run = str(home / "data"), tmp_path / "run"
-    output_of("select", root, "--where", "label < 2", "--ref", "few")
-    whole, few = shardkit.open(root), shardkit.open(f"{root}@few")
-    first = whole.plan(**SETTINGS)
-    second = first.amend(from_step=26, manifest=few.plan(**SETTINGS).population)
-    for dataset, plan, begin, end in ((whole, first, 0, 26), (few, second, 26, 50)):
-        with dataset.loader(plan, rank=0, world=1, run=run, tensors=False) as loader:
-            loader.seek(begin)
-            for _ in batches_until(loader, end):
-                pass
-    audit = audit_run(run, level=None)
-    assert audit.exit_code == 0, audit.findings
-    assert (audit.steps, audit.checked, audit.manifest) == (50, 50, few.manifest.id)
-    assert all(one.is_exact for one in audit.coverage)
 
 
 @pytest.mark.parametrize("settings", [{"group_by": {"0": 4, "*": 8}}, {"sequence": 64, "global_batch": 4}])

@@ -95,8 +95,7 @@ def rot(root: str, endpoint: str, count: int) -> tuple[set[str], str]:
     return flipped, shards[0]
 
 
-@pytest.mark.drill
-@pytest.mark.slow
+@pytest.mark.drill(only=True)
 def test_the_nearer_location_rots_stalls_refuses_and_vanishes(
     server: str, proxy: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,7 +46,7 @@ def _source(folder: Path, length: int) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.drill(only=True)
 @pytest.mark.skipif(not HAS_RAY, reason="ray is not installed: pip install ray")
 def test_a_worker_of_two_is_killed_in_the_middle(tmp_path: Path) -> None:
     source, flag = _source(tmp_path / "source", 300), tmp_path / "kill"

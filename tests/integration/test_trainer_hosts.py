@@ -148,7 +148,7 @@ def test_a_job_grows_loses_a_machine_and_grows_again(
     assert last_hash(run) == last_hash(plain)
 
 
-@pytest.mark.drill
+@pytest.mark.drill(only=True)
 @pytest.mark.timeout(0 if DRILLS else 1800)
 def test_random_sequences_of_kills_leaves_and_joins(tmp_path: Path, numbers: str, fork_trainer: Any) -> None:
     """Commands on one machine that meet at one address; the first one serves it and is left alone."""

@@ -14,7 +14,7 @@ from tests.drills import DRILLS
 
 _ROOT: Final = Path(__file__).parents[2]
 _PART: Final = 120
-_SEEDS: Final = 100_000 if DRILLS else 240
+_SEEDS: Final = 100_000 if DRILLS else 120
 _SEED: Final = os.environ.get("SEED")
 
 pytestmark = pytest.mark.filterwarnings("default")
