@@ -253,10 +253,13 @@ def _is_text(value: _Operand) -> bool:
 def _comparable(value: _Operand, other: _Operand) -> Any:
     """Return a value so that NumPy compares all of it.
 
-    Floats become float64 if the other value is a number beyond their range; a text literal keeps NULs at its end.
+    Floats become float64 if the other value is a number beyond their range; truths become numbers, because NumPy
+    compares those with integers of any size; a text literal keeps NULs at its end.
     """
     if isinstance(value, str):
         return np.array(value, dtype=object)
+    if isinstance(value, np.ndarray) and value.dtype.kind == "b":
+        return value.view(np.uint8)
     if isinstance(value, np.ndarray) and value.dtype.kind == "f" and isinstance(other, int | float):
         return value.astype(np.float64) if abs(other) > float(np.finfo(value.dtype).max) else value
     return value

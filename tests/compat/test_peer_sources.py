@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import datetime as dt
 import decimal
 import io
@@ -65,24 +64,8 @@ def table(rows: int, seed: int = 3) -> pa.Table:
     )
 
 
-TYPES = {
-    "i8": "int8", "u64": "uint64", "f32": "float32", "flag": "bool", "text": "str", "big_text": "str", "word": "str",
-    "blob": "bytes", "hash": "bytes", "tokens": "int32[*]", "vector": "float32[3]", "matrix": "int64[3,2]",
-    "meta": "json",
-}  # fmt: skip
-
-
 def same_rows(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert [{n: plain(v) for n, v in row.items()} for row in found] == expected
-
-
-def test_parquet_by_pyarrow(tmp_path: Path) -> None:
-    whole = table(1000)
-    pq.write_table(whole.slice(0, 700), tmp_path / "a.parquet", row_group_size=300, compression="zstd")
-    pq.write_table(whole.slice(700), tmp_path / "b.parquet")
-    importer = open_source(str(tmp_path))
-    assert types_of(importer) == TYPES
-    same_rows(rows_of(importer), whole.to_pylist())
 
 
 def test_parquet_row_groups_are_read_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +74,6 @@ def test_parquet_row_groups_are_read_apart(tmp_path: Path, monkeypatch: pytest.M
     importer = open_source(str(tmp_path))
     assert [(task.start, task.stop) for task in importer.tasks()] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert [row.source_row for row in check_importer(importer)] == list(range(100))
-
-
-@pytest.mark.parametrize("compression", ["uncompressed", "zstd", "lz4"])
-def test_feather(tmp_path: Path, compression: str) -> None:
-    whole = table(500)
-    pa.feather.write_feather(whole, str(tmp_path / "a.feather"), compression=compression, chunksize=100)
-    importer = open_source(str(tmp_path / "a.feather"))
-    assert types_of(importer) == TYPES
-    same_rows(rows_of(importer), pa.feather.read_table(str(tmp_path / "a.feather")).to_pylist())
 
 
 def test_our_own_arrow_shards(tmp_path: Path) -> None:
@@ -111,25 +85,6 @@ def test_our_own_arrow_shards(tmp_path: Path) -> None:
     samples = check_importer(open_source(str(shard)))
     assert [row.key for row in samples] == [ds.key(number) for number in range(20)]
     same_rows([dict(row.sample) for row in samples], [{**ds[n], "v": ds[n]["v"].tolist()} for n in range(20)])
-
-
-@pytest.mark.parametrize("suffix", ["csv", "tsv"])
-def test_csv_by_the_standard_library(tmp_path: Path, suffix: str) -> None:
-    rows = [
-        ["1", "0.5", 'a "quoted", cell', "true", "007"],
-        ["-2", "3", "two\nlines", "false", "8"],
-        ["3", "1e3", "", "true", "9"],
-    ]
-    with (tmp_path / f"a.{suffix}").open("w", newline="", encoding="utf-8-sig") as stream:
-        writer = csv.writer(stream, delimiter="\t" if suffix == "tsv" else ",")
-        writer.writerows([["i", "f", "s", "b", "code"], *rows])
-    importer = open_source(str(tmp_path), options=ImportOptions(quote='"'))
-    assert types_of(importer) == {"i": "int64", "f": "float64", "s": "str", "b": "bool", "code": "str"}
-    assert rows_of(importer) == [
-        {"i": 1, "f": 0.5, "s": 'a "quoted", cell', "b": True, "code": "007"},
-        {"i": -2, "f": 3.0, "s": "two\nlines", "b": False, "code": "8"},
-        {"i": 3, "f": 1000.0, "s": "", "b": True, "code": "9"},
-    ]
 
 
 def test_huggingface_folders(tmp_path: Path) -> None:

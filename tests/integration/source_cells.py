@@ -66,10 +66,12 @@ def _tars(folder: Path) -> Rows:
                         "cls": row % 3,
                         "txt": f"é {row}",
                     }
+                    | ({"wav": bytes([row]) * 9} if row % 3 else {})
                 )
     found = webdataset.WebDataset([f"{folder}/{half}.tar" for half in range(2)], shardshuffle=False)
     return [
-        {"image": one["jpg"], "label": int(one["cls"]), "text": one["txt"].decode()} for one in iter(found)
+        {"image": one["jpg"], "label": int(one["cls"]), "text": one["txt"].decode(), "audio": one.get("wav")}
+        for one in iter(found)
     ]
 
 

@@ -139,6 +139,11 @@ def test_rows_for_which_it_is_true_are_selected(dataset: shardkit.Dataset, condi
         assert [view.key(number) for number in range(len(view))] == [f"{row:010d}" for row in expected]
 
 
+@pytest.mark.parametrize("number", [2**63, -(2**70), 10**400])
+def test_truths_are_compared_with_integers_of_any_size(dataset: shardkit.Dataset, number: int) -> None:
+    assert len(dataset.select(where=f"good {'<' if number > 0 else '>'} {number}")) == len(dataset)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -31,22 +31,6 @@ def tree(root: Path, files: dict[str, bytes]) -> str:
     return str(root)
 
 
-def test_class_folders_become_labels_and_names(tmp_path: Path) -> None:
-    source = tree(
-        tmp_path, {"dog/1.png": PNG + b"d1", "cat/a.png": PNG + b"ca", "cat/deep/b.jpg": JPEG + b"cb"}
-    )
-    importer = open_source(source)
-    samples = check_importer(importer)
-    assert importer.classes == ("cat", "dog")
-    assert {name: str(kind) for name, kind in importer.schema.items()} == {"image": "bytes", "label": "int64"}
-    assert [(row.key, row.sample["label"], row.source_name) for row in samples] == [
-        ("cat/a", 0, "cat/a.png"),
-        ("cat/deep/b", 0, "cat/deep/b.jpg"),
-        ("dog/1", 1, "dog/1.png"),
-    ]
-    assert samples[2].sample["image"] == PNG + b"d1"
-
-
 def test_loose_files_have_no_label_and_sidecars_become_fields(tmp_path: Path) -> None:
     source = tree(
         tmp_path,
@@ -105,12 +89,6 @@ def test_classes_can_be_switched_off(tmp_path: Path) -> None:
 def test_errors_name_the_file(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
     with pytest.raises(SourceError, match=message):
         read_all(open_source(tree(tmp_path, files), "folder"))
-
-
-def test_a_broken_file_costs_its_own_sample_only(tmp_path: Path) -> None:
-    importer = open_source(tree(tmp_path, {"a.png": PNG, "b.png": b"", "c.png": PNG}))
-    rows = list(importer.read(importer.tasks()[0]))
-    assert [type(row).__name__ for row in rows] == ["SourceSample", "SourceFailure", "SourceSample"]
 
 
 def test_empty_folders_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
 import math
@@ -8,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import zstandard
 
 import shardkit
 import shardkit_tools.importers.line_ranges as line_ranges
@@ -30,23 +28,6 @@ def types_of(source: str, **given: str) -> dict[str, str]:
         name: str(kind)
         for name, kind in open_source(source, options=ImportOptions(field_types=given)).schema.items()
     }
-
-
-def test_types_are_inferred(tmp_path: Path) -> None:
-    rows: list[object] = [
-        {"i": 1, "f": 2, "s": "é", "b": True, "o": {"k": [1.5]}, "l": [1], "u": 2**63},
-        {"l": [], "o": {}, "b": False, "s": "", "f": 0.5, "i": -(2**63), "u": 0},
-    ]
-    source = json_lines(tmp_path / "rows.jsonl", rows)
-    assert types_of(source) == {
-        "i": "int64", "f": "float64", "s": "str", "b": "bool", "o": "json", "l": "json", "u": "uint64"
-    }  # fmt: skip
-    samples = check_importer(open_source(source))
-    assert [dict(row.sample) for row in samples] == rows
-    assert [(row.key, row.source_name, row.source_row) for row in samples] == [
-        (None, "rows.jsonl", 0),
-        (None, "rows.jsonl", 1),
-    ]
 
 
 def test_given_types_replace_inferred_ones(tmp_path: Path) -> None:
@@ -114,38 +95,10 @@ def test_what_is_suggested_for_a_late_null_works(
     assert [row.sample.get("a") for row in found] == [1, None]
 
 
-def test_null_and_missing_make_a_field_optional(tmp_path: Path) -> None:
-    rows: list[object] = [{"a": 1, "n": None}, {"b": "x", "a": None}, {"c": [1], "a": 2}]
-    source = json_lines(tmp_path / "rows.jsonl", rows)
-    assert types_of(source) == {"a": "int64?", "n": "json?", "b": "str?", "c": "json?"}
-    assert [dict(row.sample) for row in check_importer(open_source(source))] == rows
-
-
 def test_reserved_and_odd_names_are_refused_with_the_source(tmp_path: Path) -> None:
     for name in ("step", "a://b"):
         with pytest.raises(SchemaError, match=rf"rows\.jsonl.*{name}"):
             open_source(json_lines(tmp_path / "rows.jsonl", [{name: 1}]))
-
-
-def test_no_rows_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("\n\n")
-    with pytest.raises(SourceError, match="no fields found"):
-        open_source(str(tmp_path / "rows.jsonl"))
-
-
-def test_compressed_lines(tmp_path: Path) -> None:
-    data = b'{"a": 1}\n{"a": 2}\n'
-    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(data))
-    compressor = zstandard.ZstdCompressor()
-    (tmp_path / "2.jsonl.zst").write_bytes(compressor.compress(data) + compressor.compress(data))
-    (tmp_path / "3.jsonl.bz2").write_bytes(bz2.compress(data) + bz2.compress(data))
-    assert [row.sample["a"] for row in check_importer(open_source(str(tmp_path)))] == [1, 2] * 5
-    (tmp_path / "3.jsonl.bz2").write_bytes(bz2.compress(data)[:-9])
-    with pytest.raises(SourceError, match=r"3\.jsonl\.bz2: cannot be decompressed"):
-        open_source(str(tmp_path))
-    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(data)[:-9])
-    with pytest.raises(SourceError, match=r"1\.jsonl\.gz: cannot be decompressed"):
-        open_source(str(tmp_path))
 
 
 def test_text_by_file_and_by_line(tmp_path: Path) -> None:
@@ -293,9 +246,3 @@ def test_an_array_is_read_whatever_its_extension(tmp_path: Path, name: str) -> N
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     source = open_source(str(tmp_path))
     assert [row.sample["n"] for row in read_all(source)] == [1, 2]
-
-
-def test_an_object_over_several_lines_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{\n  "data": [{"n": 1}]\n}\n')
-    with pytest.raises(SourceError, match=r"continues on the next line; .*jq -c"):
-        open_source(str(tmp_path / "a.json"))

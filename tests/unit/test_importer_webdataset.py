@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import pickle
@@ -11,12 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers import ImportOptions, SourceFailure, SourceSample, open_source
+from shardkit_tools.importers import ImportOptions, open_source
 from shardkit_tools.importers.tar_members import Member, Members, members_and_damage
 from tests.importer_conformance import check_importer, read_all
 
@@ -67,41 +65,6 @@ END = bytes(1024)
 GLOBAL_PATH = header(b"g", b"%011o\0" % 16, b"g") + b"16 path=../evil\n".ljust(512, b"\0")
 
 
-def test_samples_of_the_peers_own_writer(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    samples = [
-        {"__key__": f"dir/{i:04d}", "jpg": b"\xff\xd8\xff" + bytes([i]), "cls": i % 3, "json": {"i": i},
-         "txt": f"n° {i}",
-         "tokens.npy": np.arange(4, dtype=np.int32) + i}
-        for i in range(20)
-    ]  # fmt: skip
-    with webdataset.TarWriter(str(path), encoder=True) as writer:
-        for sample in samples:
-            writer.write(sample)
-    importer = open_source(str(path))
-    read = check_importer(importer)
-    assert {name: str(kind) for name, kind in importer.schema.items()} == {
-        "image": "bytes",
-        "label": "int64",
-        "meta": "json",
-        "text": "str",
-        "tokens": "int32[4]",
-    }
-    for ours, theirs in zip(read, samples, strict=True):
-        assert ours.key == theirs["__key__"]
-        assert ours.sample["image"] == theirs["jpg"]
-        assert ours.sample["label"] == theirs["cls"]
-        assert ours.sample["meta"] == theirs["json"]
-        assert ours.sample["text"] == theirs["txt"]
-        assert np.array_equal(np.asarray(ours.sample["tokens"]), np.asarray(theirs["tokens.npy"]))
-
-
-def test_fields_are_called_as_their_members(tmp_path: Path) -> None:
-    members = {"0.seg-map.txt": b"map", "0.left.eye.txt": b"eye", "0.seg_map.txt": b"other", "0.2.cls": b"7"}
-    (sample,) = read_all(open_source(write_tar(tmp_path / "a.tar", members)))
-    assert sample.sample == {"seg-map": "map", "left.eye": "eye", "seg_map": "other", "2": 7}
-
-
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_formats_of_common_writers_and_long_names(tmp_path: Path, tar_format: int) -> None:
     name = "d" * 90 + "/" + "k" * (60 if tar_format == tarfile.USTAR_FORMAT else 140)
@@ -135,23 +98,6 @@ def test_vectors_of_several_lengths_are_ragged(tmp_path: Path) -> None:
         open_source(source)
 
 
-def test_members_that_samples_lack_are_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_tar(
-        tmp_path / "a.tar", {"1.txt": b"a", "2.cls": b"1", "3.cls": b"2", "3.txt": b"c", "3.jpg": b"x"}
-    )
-    importer = open_source(source)
-    assert {n: str(k) for n, k in importer.schema.items()} == {
-        "text": "str?",
-        "label": "int64?",
-        "image": "bytes?",
-    }
-    found = [dict(row.sample) for row in check_importer(importer)]
-    assert found == [{"text": "a"}, {"label": 1}, {"label": 2, "text": "c", "image": b"x"}]
-    monkeypatch.setattr("shardkit_tools.importers.webdataset._SCAN_SAMPLES", 1)
-    with pytest.raises(SourceError, match=r"sample '2': the field 'text' is missing; .*--schema text=str\?"):
-        read_all(open_source(source))
-
-
 @pytest.mark.parametrize("name", ["0.pyd", "0.pth", "0.pt", "0.pickle", "0.x.pkl"])
 def test_pickles_are_never_loaded(tmp_path: Path, name: str) -> None:
     source = write_tar(tmp_path / "a.tar", {name: pickle.dumps(1)})
@@ -181,18 +127,6 @@ def test_pickles_are_never_loaded(tmp_path: Path, name: str) -> None:
 def test_errors_name_tar_and_member(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
     with pytest.raises(SourceError, match=rf"a\.tar.*{message}"):
         read_all(open_source(write_tar(tmp_path / "a.tar", members)))
-
-
-def test_a_bad_member_costs_its_sample_only_and_types_can_be_given(tmp_path: Path) -> None:
-    source = write_tar(tmp_path / "a.tar", {"1.cls": b"1", "2.cls": b"two", "3.cls": b"3"})
-    importer = open_source(source)
-    assert [isinstance(row, SourceFailure) for row in importer.read(importer.tasks()[0])] == [
-        False,
-        True,
-        False,
-    ]
-    texts = open_source(source, options=ImportOptions(field_types={"label": "bytes"}))
-    assert [row.sample["label"] for row in check_importer(texts)] == [b"1", b"two", b"3"]
 
 
 @pytest.mark.parametrize(
@@ -280,24 +214,6 @@ def test_members_apart_are_said_to_be_apart(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", {"0.png": b"A", "1.png": b"B", "0.cls": b"0", "1.cls": b"1"})
     with pytest.raises(SourceError, match=r"a\.tar member '0\.cls'.*sorted by name \(tar --sort=name\)"):
         open_source(path)
-
-
-def test_of_a_tar_that_is_cut_short_the_samples_before_the_cut_may_be_kept(tmp_path: Path) -> None:
-    """Also where types are still being inferred."""
-    for number in range(3):
-        path = Path(write_tar(tmp_path / f"{number}.tar", {f"{number}-{k}.txt": b"text" for k in range(5)}))
-        if number == 1:
-            path.write_bytes(path.read_bytes()[: 5 * 2048 - 100])
-    with pytest.raises(SourceError, match=r"1\.tar: the tar ends inside"):
-        open_source(str(tmp_path))
-    source = open_source(str(tmp_path), options=ImportOptions(skip_bad_rows=True))
-    keys = []
-    for task in source.tasks():
-        with contextlib.suppress(SourceError):
-            for row in source.read(task):
-                assert isinstance(row, SourceSample)
-                keys.append(row.key)
-    assert {f"{number}-{k}" for number in (0, 2) for k in range(5)} < set(keys)
 
 
 def test_names_whose_dots_become_fields_are_noted(tmp_path: Path) -> None:
