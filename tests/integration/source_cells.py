@@ -34,6 +34,14 @@ TABLE = pa.table(
         "raw": [bytes(range(n)) for n in range(COUNT)],
         "vector": pa.array([[n, n + 1, n + 2] for n in range(COUNT)], pa.list_(pa.int32(), 3)),
         "maybe": pa.array([n if n % 4 else None for n in range(COUNT)], pa.int16()),
+        "large": pa.array([2**63 + n for n in range(COUNT)], pa.uint64()),
+        "flag": [n % 3 == 0 for n in range(COUNT)],
+        "word": pa.array([f"w{n % 5}" for n in range(COUNT)]).dictionary_encode(),
+        "tokens": pa.array([list(range(n % 6)) for n in range(COUNT)], pa.list_(pa.int32())),
+        "matrix": pa.array(
+            [[[n, 1], [2, 3], [4, n]] for n in range(COUNT)], pa.list_(pa.list_(pa.int64(), 2), 3)
+        ),
+        "meta": [{"n": n, "tags": ["a"] * (n % 3)} for n in range(COUNT)],
     }
 )
 HALVES = (TABLE.slice(0, COUNT // 2), TABLE.slice(COUNT // 2))
@@ -160,7 +168,7 @@ def _documents(writer: str) -> Callable[[Path], Rows]:
 
 
 def _json_lines(folder: Path) -> Rows:
-    rows = TABLE.select(["id", "text", "vector", "maybe"]).to_pylist()
+    rows = TABLE.select(["id", "text", "vector", "maybe", "large", "flag", "meta"]).to_pylist()
     for number in range(2):
         lines = [
             json.dumps(row, ensure_ascii=bool(number)) + "\n" for row in rows[number * 20 : number * 20 + 20]
