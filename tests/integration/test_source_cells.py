@@ -118,7 +118,9 @@ def rows_in_batches(root: Path) -> dict[str, dict[str, str]]:
     plan = ds.plan(global_batch=5, lanes=5, seed=3)
 
     def row_of(column: Any, row: int) -> str:
-        return str(column[0][column[1][row] : column[1][row + 1]] if isinstance(column, tuple) else column[row])
+        return str(
+            column[0][column[1][row] : column[1][row + 1]] if isinstance(column, tuple) else column[row]
+        )
 
     for fields in (None, *([field] for field in ds.schema)):
         with ds.loader(plan, rank=0, world=1, tensors=False, fields=fields) as loader:
