@@ -21,14 +21,13 @@ from shardkit.dataset.about import unpack_sources
 from shardkit.errors import (
     ConfigurationError,
     NotFoundError,
-    RunError,
     SampleError,
     SourceError,
     StoreFullError,
     StoreReadOnlyError,
 )
 from shardkit.repository.repository import Repository
-from shardkit_tools.building import build_run, engines
+from shardkit_tools.building import engines
 from shardkit_tools.building.outcome import Progress
 from shardkit_tools.importers import ImportOptions, source_files
 from shardkit_tools.main import make_app
@@ -97,20 +96,6 @@ def test_where_the_source_lies_does_not_change_the_id(tmp_path: Path) -> None:
         stored = b"".join(p.read_bytes() for p in (tmp_path / "root" / place).rglob("*.manifest"))
         assert str(tmp_path).encode() not in stored
     assert len(ids) == 1
-
-
-def test_every_file_arrives_with_key_source_and_class(tmp_path: Path) -> None:
-    source = folder(tmp_path / "source")
-    shardkit_tools.build(source, tmp_path / "root", **SETTINGS)
-    classes = shardkit.open(tmp_path / "root").classes
-    assert classes == ("a", "b", "c")
-    found = {origin: (key, sample) for key, origin, sample in all_samples(tmp_path / "root") if origin}
-    assert len(found) == 90
-    for (name, row), (key, sample) in found.items():
-        assert row == 0
-        assert key == name.removesuffix(".bin")
-        assert sample["blob"] == (tmp_path / "source" / name).read_bytes()
-        assert classes[sample["label"]] == name.split("/")[0]
 
 
 def test_the_sources_object_lists_every_file_as_sha256sum_does(tmp_path: Path) -> None:
@@ -252,15 +237,6 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(
 
     monkeypatch.setattr(FolderImporter, "decode", meddling)
     with pytest.raises(SourceError, match="changed while it was read"):
-        shardkit_tools.build(source, tmp_path / "root")
-
-
-def test_two_builds_of_the_same_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = folder(tmp_path / "source", 6)
-    monkeypatch.setattr(
-        build_run.BuildRun, "_build", lambda *_: shardkit_tools.build(source, tmp_path / "root")
-    )
-    with pytest.raises(RunError, match="another process"):
         shardkit_tools.build(source, tmp_path / "root")
 
 

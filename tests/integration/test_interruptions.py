@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 from bench.interruptions import page
-from bench.interruptions.adapters.broken import Loader
 from bench.interruptions.chart import answers
-from bench.interruptions.counting import Run, compare, judge
-from bench.interruptions.ranks import Report, import_ahead
 from bench.interruptions.scenarios import QUESTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -64,59 +61,6 @@ def test_shardkit_is_exact(tmp_path: Path) -> None:
     runs = measured("shardkit_loader", tmp_path, "ranks", "killed")
     assert {run["answer"] for run in runs.values()} == {"exact"}
     assert {run["equal_steps"] for run in runs.values()} == {168}
-
-
-def test_ranks_are_forked_with_the_modules_that_other_ranks_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for package in ("quiet", "threaded"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("from . import inside")
-        (tmp_path / package / "inside.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(Loader, "imported_by_ranks", ("threaded",))
-    import_ahead(
-        "broken", [Report(modules=["quiet.inside"]), Report(modules=["threaded.inside", "none", "quiet"])]
-    )
-    assert {"quiet", "quiet.inside"} <= sys.modules.keys()
-    assert not {"threaded", "threaded.inside"} & sys.modules.keys()
-    monkeypatch.setattr(Loader, "forks", False)
-    monkeypatch.setattr(Loader, "imported_by_ranks", ())
-    import_ahead("broken", [Report(modules=["threaded.inside"])])
-    assert "threaded" not in sys.modules
-
-
-@pytest.mark.parametrize(
-    ("epoch", "answer"),
-    [
-        ([[1, 2], [3, 4]], "exact"),
-        ([[2, 1], [4, 3]], "exact"),
-        ([[3, 4], [1, 2]], "reordered"),
-        ([[1, 2], [3, 5]], "reordered"),  # sample 5 is the remainder that the undisturbed epoch drops
-        ([[1, 2], [3, 3]], "wrong"),
-        ([[1, 2]], "wrong"),
-        ([[1, 2], [3, 4], []], "reordered"),
-    ],
-)
-def test_answers(epoch: list[list[int]], answer: str) -> None:
-    assert judge(Run([[[1, 2], [3, 4]]]), Run([epoch]), None)["answer"] == answer
-
-
-def test_another_filler_is_no_loss() -> None:
-    undisturbed, other = Run([[[1, 2], [3, 3]]]), Run([[[1, 2], [3, 1]]])
-    assert judge(undisturbed, other, None)["answer"] == "reordered"
-    assert judge(undisturbed, Run([[[1, 1], [3, 3]]]), None)["answer"] == "wrong"
-
-
-def test_a_repeated_sample_is_not_a_moved_one() -> None:
-    counts = compare([[[1, 2], [3, 4]]], [[[1, 2], [3, 1]]])
-    assert (counts.lost, counts.repeated, counts.moved, counts.equal_steps) == (1, 1, 0, 1)
-
-
-def test_an_incomplete_validation_pass_is_wrong() -> None:
-    whole = Run([[[1]]])
-    assert judge(whole, Run([[[1]]], passes=[[[7], [8]]]), range(7, 9))["answer"] == "exact"
-    assert judge(whole, Run([[[1]]], passes=[[[7], [7]]]), range(7, 9))["answer"] == "wrong"
 
 
 def test_readme_names_the_loaders_that_are_exact_in_every_question() -> None:

@@ -207,65 +207,6 @@ def test_spikes_among_a_million_steps() -> None:
     assert found == {*spikes.tolist(), 777_777}
 
 
-def test_a_run_continues_without_the_steps_of_a_spike(ds: shardkit.Dataset, tmp_path: Path) -> None:
-    """As docs/loss_spikes.md says: back to a state before them, a plan that skips them, and an audit that says so."""
-    plan, run = ds.plan(global_batch=BATCH, lanes=LANES, seed=2), tmp_path / "run"
-    with ds.loader(plan, run=run) as loader:
-        for batch in loader:
-            if batch.step == 5:
-                state = loader.state_dict(after=batch)
-            loader.note(batch, loss_of(batch.samples, batch.step) + 100 * (batch.step in (8, 9)))
-            if batch.step == 9:
-                break
-    spiked = [one.step for one in find_spikes(read(run), threshold=50)]
-    assert sorted(spiked) == [8, 9]
-    amended = plan.amend(skip=(8, 10))
-    with ds.loader(amended, run=run) as loader:
-        loader.load_state_dict(state)
-        for batch in loader:
-            loader.note(batch, loss_of(batch.samples, batch.step))
-        assert loader.handed_out == ROWS // BATCH - 2
-    assert find_spikes(read(run), threshold=50) == []
-    output_of("audit", run)
-    record = load_run(run)
-    samples, _ = losses_of_step(record, find_plans(record), read(run), 8)
-    assert sorted(one.sample for one in samples) == sorted(plan.step(10).ravel().tolist())
-
-
-@pytest.mark.parametrize("weights", [None, {"s0": 3}])
-def test_a_run_continues_without_the_samples_of_a_list(
-    ds: shardkit.Dataset, tmp_path: Path, weights: dict[str, int] | None
-) -> None:
-    """A version without them, a plan that continues with it in mid-epoch, and an audit of both parts."""
-    run, listed = tmp_path / "run", tmp_path / "list.txt"
-    bad = [f"k{n:03d}" for n in range(0, ROWS, 7)]
-    numbers = [n for n in range(ROWS) if ds.key(n) in bad]
-    listed.write_text("".join(f"{n}\n" for n in numbers))
-    root, ref = ds.repository.url, f"clean-{tmp_path.name[-1]}"
-    output_of("select", root, "--exclude", listed, "--ref", ref)
-    clean = shardkit.open(f"{root}@{ref}")
-    plan = ds.plan(global_batch=BATCH, lanes=LANES, seed=2, weights=weights)
-    amended = ds.amend(plan, to=clean, from_step=9)
-    before, after = [], []
-    with ds.loader(plan, run=run) as loader:
-        for batch in loader:
-            before += [ds.key(n) for n in batch.samples.tolist()]
-            if batch.step == 8:
-                state = loader.state_dict(after=batch)
-                break
-    with clean.loader(amended, run=run) as loader:
-        loader.load_state_dict(state)
-        for batch in loader:
-            after += [clean.key(n) for n in batch.samples.tolist()]
-    assert not set(after) & set(bad)
-    if weights is None:
-        assert len(set(before + after)) == len(before + after)
-        kept = ROWS - len(bad) - len(set(before) - set(bad))
-        assert len(after) == kept - kept % BATCH
-    output_of("audit", run)
-    assert call("audit", "trace", run, "--exclude", listed)[0] == 5, "steps before used some"
-
-
 def test_only_fewer_samples_of_the_same_shards_continue_a_plan(ds: shardkit.Dataset, tmp_path: Path) -> None:
     plan = ds.plan(global_batch=BATCH, lanes=LANES)
     view = ds.select(rows=np.arange(300))
@@ -325,26 +266,6 @@ def test_losses_as_a_table(ds: shardkit.Dataset, tmp_path: Path, by_cell: bool) 
     assert [None if n is None else clean.key(n) for n in numbers] == [
         ds.key(n) if int(ds.key(n)[1:]) % 5 else None for n in samples
     ]
-
-
-@pytest.mark.slow
-def test_poisoned_samples_are_found_among_ten_million(tmp_path: Path) -> None:
-    """1,000 of 10 million losses are five times as high; some of the others are as high by chance."""
-    batch, steps = 256, 39_063
-    draw = np.random.default_rng(5)
-    poisoned = np.sort(draw.choice(batch * steps, 1000, replace=False))
-    with Ledger(tmp_path, writing=True) as ledger:
-        for step in range(steps):
-            level = 2 + 8 / (1 + step / 500)
-            losses = (level * draw.lognormal(0, 0.25, batch)).astype("<f4")
-            low, high = np.searchsorted(poisoned, [step * batch, (step + 1) * batch])
-            losses[poisoned[low:high] - step * batch] *= 5
-            ledger.append(step, batch, 0, bytes(32))
-            ledger.add_losses(step, 0, 0, losses.tobytes())
-        ledger.commit()
-    ranked = rank_samples(read(tmp_path), top=1000)
-    found = {one.step * batch + one.place for one in ranked}
-    assert len(found & set(poisoned.tolist())) >= 950
 
 
 def test_a_page_shows_the_samples(tmp_path: Path) -> None:

@@ -168,23 +168,6 @@ def test_a_poisoned_source_spikes_and_the_run_goes_back(tmp_path: Path) -> None:
     assert "no checkpoint of step 13; there are those of steps: 4, 8, 12, 16, 20, 24, 26" in told
 
 
-def test_a_checkpoint_after_the_one_that_is_gone_back_to_is_saved_again(tmp_path: Path, texts: str) -> None:
-    """It is before the skipped steps, on two ranks."""
-    run, path = tmp_path / "run", tmp_path / "run.toml"
-    path.write_text("")
-    command = ["train", path, *settings(run, texts)]
-    assert call(*command)[0] == 0
-    before = keys_of(run)
-    output_of(*command, "--resume-from", "step-000000000002", "--skip", "5:8", "--nproc", 2)
-    assert starts(run) == [0, 2]
-    after = keys_of(run)
-    assert all(after[step] == before[step if step < 5 else step + 3] for step in range(STEPS - 3))
-    result = audit_run(run)
-    assert result.exit_code == 0, result.findings
-    assert call(*command)[0] == 0
-    assert starts(run) == [0, 2, STEPS]
-
-
 def test_a_run_goes_back_and_keeps_its_plan(tmp_path: Path, texts: str) -> None:
     """A rewind alone keeps the amendments, of later steps too; it can be undone until a start has gone back."""
     run, path = tmp_path / "run", tmp_path / "run.toml"

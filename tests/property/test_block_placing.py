@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.errors import FormatError
 from shardkit.formats import NumberedKeys, Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
-from shardkit.loader import block_loading, gather, plain_rows, resources
+from shardkit.loader import gather, plain_rows, resources
 from shardkit.loader.block_loading import LocalShard, layout_of
 from shardkit.loader.gather import GatherColumns, RowAddresses
 from shardkit.loader.load_queue import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE, LoadQueue
@@ -369,56 +369,6 @@ def test_every_flipped_byte_is_noticed_without_the_interpreter(tmp_path: Path) -
                 assert intact() == [True, byte == data[place], True]
         file.truncate(700)
         assert intact()[2] is False
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_long_rows_read_into_objects_are_those_that_were_written(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    kinds = {"image": "bytes", "mask": "bytes", "label": "int64", "flag": "bool", "third": "bytes"}
-    names = data.draw(st.permutations(sorted(kinds)))[: data.draw(st.integers(1, 5))]
-    lengths = data.draw(st.fixed_dictionaries({name: st.sampled_from([0, 5, 700, 30_000]) for name in kinds}))
-    rng, samples = np.random.default_rng(5), []
-    for number in range(data.draw(st.integers(2, 40))):
-        sample: dict[str, Any] = {"label": number - 9, "flag": number % 3 == 0}
-        sample |= {
-            name: rng.bytes(int(rng.integers(0, lengths[name] + 1))) for name in ("image", "mask", "third")
-        }
-        samples.append({name: sample[name] for name in names})
-    root = tmp_path_factory.mktemp("long") / "root"
-    with shardkit.create(
-        root,
-        {name: kinds[name] for name in names},
-        format="tar",
-        block_size="64KiB",
-        shard_size="300KiB",
-    ) as writer:
-        for sample in samples:
-            writer.add(sample)
-    fields = data.draw(st.permutations(names))[: data.draw(st.integers(1, len(names)))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_loading, "_LONG_BYTES", data.draw(st.sampled_from([0, 300, 1 << 40])))
-        ds = shardkit.open(root)
-        batch = data.draw(st.integers(1, min(7, len(samples))))
-        plan = ds.plan(global_batch=batch, lanes=1, window_blocks=2)
-        with ds.loader(plan, fields=fields, tensors=False, threads=2) as loader:
-            held = [  # what is held is what it was
-                (batch.samples, {name: batch[name] for name in fields})
-                for batch in [*loader, *loader, *loader]
-            ]
-        truth = [ds[number] for number in range(len(samples))]
-        for numbers, found in held:
-            for name in fields:
-                wrong = [
-                    number
-                    for number, value in zip(numbers.tolist(), found[name], strict=True)
-                    if value != truth[number][name]
-                ]
-                assert not wrong, (name, numbers)  # a difference of long bytes takes minutes to be told
-        assert sorted(len(one.get("image", b"")) for one in truth) == sorted(
-            len(one.get("image", b"")) for one in samples
-        )
 
 
 def test_an_array_with_another_header_is_left_to_the_long_way() -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import decimal
-import secrets
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.dataset.encoding import (
@@ -20,12 +17,9 @@ from shardkit.dataset.encoding import (
     sample_batch,
     spool_array,
 )
-from shardkit.dataset.layout import split_value
-from shardkit.dataset.scratch import PartFiles, RowSpool, ScratchReader
 from shardkit.errors import SampleError
-from shardkit.formats import Schema, fit_key, max_key_bytes, raw_row_bytes
+from shardkit.formats import Schema
 from shardkit.formats.block import payload_column, payloads_of, stored_columns
-from tests.whole_shard import rows_of
 
 KINDS = {
     "bool": st.booleans(),
@@ -82,54 +76,6 @@ def test_record_batches_hold_the_payloads_of_the_samples(
             for (name, kind), column in zip(schema.stored.items(), stored_columns(schema, one), strict=True)
         ]
         assert list(zip(*[map(bytes, payloads_of(one)) for one in spooled], strict=True)) == expected
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    given_=samples_of_a_schema(),
-    axes=st.sampled_from([[], ["label"], [CLASS_AXIS], ["label", CLASS_AXIS]]),
-    split_by=st.sampled_from([None, "label"]),
-    keyed=st.sampled_from(["none", "some", "all"]),
-    format=st.sampled_from(["tar", "arrow"]),
-)
-def test_rows_are_encoded_and_read_back(
-    tmp_path: Path,
-    given_: tuple[Schema, list[dict[str, Any]]],
-    axes: list[str],
-    split_by: str | None,
-    keyed: str,
-    format: str,
-) -> None:
-    schema, rows = given_
-    encoder = RowEncoder(schema, format, stratify=axes, classes=("x", "y", "ä"), split_by=split_by)
-    keys = [f"kéy {n}" if keyed == "all" or (keyed == "some" and n % 2) else None for n in range(len(rows))]
-    names = ["été.npy" if n < len(rows) // 2 or keyed == "all" else "b" for n in range(len(rows))]
-    origin = RowOrigin(names, np.arange(7, 7 + len(rows)), () if keyed == "none" else keys)
-    batch = sample_batch(schema, [schema.encode(row, where="") for row in rows])
-    encoded = encoder.encode_rows(stored_columns(schema, batch), origin, str)
-    assert isinstance(encoded, tuple)
-    found, _ = encoded
-    spool = RowSpool(str(tmp_path), f"part-{secrets.token_hex(8)}", schema, seed=1, run_bytes=500)
-    spool.append(*encoded)
-    kept = spool.finish()
-    reader = ScratchReader(PartFiles(str(tmp_path), [spool.name]), schema)
-    stored = rows_of(reader.read(kept.records, np.arange(len(rows))).block(0, len(rows)))
-    for n, row in enumerate(rows):
-        payloads, key = schema.encode(row, where=""), keys[n]
-        sizes = tuple(map(len, payloads))
-        assert found.raw_bytes[n] == raw_row_bytes(format, schema, sizes)
-        assert found.split[n] == (split_value(str(row["label"])) if split_by else 0)
-        texts = {"label": str(row["label"]), CLASS_AXIS: "xyä"[row["label"]]}
-        assert found.strata[found.stratum[n]] == tuple(texts[axis] for axis in axes)
-        assert (stored[n].payloads, stored[n].source) == (payloads, (names[n], 7 + n))
-        text = b"s" + (7 + n).to_bytes(8, "little") + names[n].encode()
-        if key is not None:
-            fitted = fit_key(key, max_key_bytes(schema, format))
-            assert (stored[n].key, stored[n].original_key) == (fitted, None if fitted == key else key)
-            text = b"k" + fitted.encode()
-        assert tuple(found.identity[n].tolist()) == divmod(xxhash.xxh3_128_intdigest(text), 2**64)
-        encoder.check_row(payloads, key, "")
-    spool.drop()
 
 
 def test_rows_that_cannot_be_stored_are_named() -> None:

@@ -6,14 +6,13 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
+from shardkit.plan import Plan, Population, make_plan
 from shardkit.plan.weighted import WeightedGrid
 from tests.property.populations import grids, populations, strata_of
-from tests.property.test_plan_costs import balances, costs_of, population, waits
+from tests.property.test_plan_costs import balances, costs_of, population
 
 # ---- Explicit weights and stages: balance, drift, passes, seek, and streams that go on across stages
 
@@ -120,38 +119,3 @@ def test_passes_hold_the_rows_that_they_hold_without_costs(both: tuple[Plan, Pla
             assert len(set(first)) == len(first)
             if len(first) == high[0] - low[0]:
                 assert sorted(first) == sorted(first_plain)
-
-
-def three_sources(lanes: int, size: int) -> tuple[Population, np.ndarray]:
-    """Short, middle and long documents, 128 to a block, and the cost of each row."""
-    steps = 3 * 2048 // size
-    rows = [share * lanes * size * steps // 10 // lanes for share in (6, 3, 1)]
-    segments = [(shard, shard % 3, rows[shard % 3]) for shard in range(3 * lanes)]
-    people = Population.of("sha256:three", ["books", "code", "web"], segments, 128)
-    rng, typical = np.random.default_rng(7), (600, 1500, 4000)
-    drawn = [np.exp(rng.normal(np.log(typical[s]), 1.2, n)) for _, s, n in segments]
-    return people, np.clip(np.concatenate(drawn), 1, 32_000).astype(np.int64)
-
-
-@pytest.mark.parametrize(
-    ("size", "ranks", "least"),
-    [
-        pytest.param(16, 8, 0.8, marks=pytest.mark.slow),
-        pytest.param(16, 64, 0.5, marks=pytest.mark.slow),
-        (8, 8, 0.7),
-    ],
-)
-def test_ranks_wait_less_with_three_weighted_sources(size: int, ranks: int, least: float) -> None:
-    """At least this share of the waits goes, for the better of the two balances."""
-    people, numbers = three_sources(64, size)
-    cost = Costs("drawn", encode_costs(numbers))
-    chosen: dict[str, Any] = {
-        "global_batch": 64 * size, "lanes": 64, "window_blocks": 16, "weights": {"web": 2, "code": 1, "books": 1},
-        "epoch_steps": 400,
-    }  # fmt: skip
-    plain = waits(make_plan(people, **chosen), numbers, ranks)
-    found = [
-        waits(make_plan(people, cost=cost, balance=how, **chosen), numbers, ranks)
-        for how in ("spread", "align")
-    ]
-    assert min(found) - 1 < (1 - least) * (plain - 1), (plain, found)

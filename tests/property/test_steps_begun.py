@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import shardkit
@@ -30,30 +29,6 @@ def _steps_of_rows(root: Path, **plan: Any) -> dict[int, int]:
     """Row number → the step that it is of."""
     with _loader(root, **plan) as loader:
         return {row: batch.step for batch in loader for row in batch["x"][:, 0].tolist()}
-
-
-def _noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    return {"row": _number(sample), "noise": int(rng.integers(1 << 40)), "blob": sample["blob"]}
-
-
-@pytest.mark.parametrize("by_cell", [False, True])
-@pytest.mark.parametrize(("batch", "lanes"), [(30, 3), (2, 1), (6, 6)])
-def test_batches_are_those_of_steps_worked_on_one_by_one(
-    root: Path, batch: int, lanes: int, by_cell: bool
-) -> None:
-    def run(**settings: Any) -> list[Any]:
-        with _loader(root, batch=batch, lanes=lanes, by_cell=by_cell, transform=_noisy, **settings) as loader:
-            loader.seek(1200 // batch - LAST)
-            return [
-                [(b.step, b.lane, b.samples.tolist(), b["row"].tolist(), b["noise"].tolist(), b["blob"])
-                 for b in (one if by_cell else [one])]
-                for one in loader
-            ]  # fmt: skip
-
-    alone = run(threads=1, prefetch=0)
-    assert len(alone) == LAST
-    for threads in (1, 3, 8):
-        assert run(threads=threads) == alone
 
 
 def test_workers_have_the_next_step_while_one_is_put_together(root: Path) -> None:
@@ -168,20 +143,3 @@ def test_no_worker_works_on_once_a_loop_is_left(root: Path, fails: bool) -> None
             loop.close()
         assert working[0] == 0
         letting_go.join()
-
-
-def test_a_rank_without_rows_of_a_short_step_goes_on(root: Path) -> None:
-    ds, world = shardkit.open(str(root)), 11
-    plan = ds.plan(global_batch=world, lanes=world, remainder="short")  # of 1,200 rows one is left
-    rows, without = [], 0
-    for rank in range(world):
-        with ds.loader(
-            plan, rank=rank, world=world, uneven=True, tensors=False, transform=_noisy, threads=2
-        ) as loader:
-            loader.seek(plan.loop_steps - 3)
-            batches = list(loader)
-        assert len(batches) == 3
-        without += not len(batches[-1].samples)
-        rows += [row for batch in batches if len(batch.samples) for row in batch["row"].tolist()]
-    assert without == world - 1
-    assert len(rows) == len(set(rows)) == 2 * world + 1

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import builtins
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkit
-from shardkit.audit import load_run, sample_lineage, version_lineage
+from shardkit.audit import load_run, version_lineage
 from shardkit.audit.plans import open_recorded
-from shardkit.audit.replay import cell_digests
 from shardkit.audit.run_record import damaged_records
 from shardkit.audit.signing import verify_envelope
 from shardkit.dataset.run_plans import made_again
 from shardkit.dataset.samples import population_of
-from shardkit.errors import FormatError, MissingDependency, NotFoundError, PlanError
+from shardkit.errors import FormatError, MissingDependency, PlanError
 from shardkit.ledger.ledger import (
     STEPS_MAGIC,
     encode_line,
@@ -28,7 +25,6 @@ from shardkit.ledger.ledger import (
     parse_lines,
     parse_records,
 )
-from shardkit.plan import cell_digest
 from tests.property.test_plan_chains import no_costs, no_removal
 
 
@@ -45,57 +41,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> shardkit.Dataset:
     return shardkit.open(root)
 
 
-def test_lineage_of_a_sample_leads_to_bytes_source_and_commit(dataset: shardkit.Dataset) -> None:
-    for sample in (0, 57, 99):
-        found = sample_lineage(dataset, sample)
-        number = dataset[sample]["x"]
-        assert found["key"] == f"k/{number}"
-        assert found["source"] == {"name": "a.csv", "row": number + 2, "sha256": None}
-        shard = Path(dataset.repository.url, found["shard"]["name"])
-        assert shard.exists()
-        start, size = found["shard"]["offset"], found["shard"]["size"]
-        assert found["stored_key"].encode() in shard.read_bytes()[start : start + size]
-        part = found["version"]["parts"][0]
-        assert part["commit"]["message"] == "first"
-        assert part["commit"]["software"].startswith("shardkit")
-    with pytest.raises(NotFoundError):
-        sample_lineage(dataset, 100)
-
-
 def test_lineage_of_a_version_names_its_ancestors(dataset: shardkit.Dataset) -> None:
     found = version_lineage(dataset)
     assert found["id"] == dataset.manifest.id
     assert found["parts"][0]["ancestors"] == []
     assert found["parts"][0]["build"] == dict(dataset.manifest.build)
-
-
-@pytest.mark.parametrize(
-    "plan_settings",
-    [{}, {"remainder": "short"}, {"weights": {"a": 3}}, {"weights": {"a": 1}, "epoch_steps": 9},
-     {"shuffle": "none", "seed": 4}, {"weights": {"*": 2, "b": 5}, "stages": [(6, {"a": 7}), (11, None)]}],
-)  # fmt: skip
-def test_a_plan_is_made_again_from_its_canonical_settings(
-    dataset: shardkit.Dataset, plan_settings: dict[str, Any]
-) -> None:
-    plan = dataset.plan(global_batch=6, lanes=3, **plan_settings)
-    population = population_of(dataset.manifest, dataset.table)
-    again = made_again(plan.history(), lambda _: population, no_costs, no_removal)
-    assert again.digest == plan.digest
-    np.testing.assert_array_equal(again.steps(0, 12), plan.steps(0, 12))
-
-
-def test_an_amended_plan_is_made_again_from_its_history(dataset: shardkit.Dataset) -> None:
-    plan = dataset.plan(global_batch=6, lanes=3).amend(from_step=5, global_batch=12, lanes=4)
-    plan = (
-        plan.amend(from_step=20, weights={"a": 2})
-        .amend(skip=(30, 33))
-        .amend(from_step=40, weights={"a": 1, "b": 4})
-    )
-    population = population_of(dataset.manifest, dataset.table)
-    again = made_again(json.loads(json.dumps(plan.history())), lambda _: population, no_costs, no_removal)
-    assert again.digest == plan.digest
-    for first, last in ((0, 5), (5, 60)):
-        np.testing.assert_array_equal(again.steps(first, last), plan.steps(first, last))
 
 
 def test_settings_of_a_later_version_are_refused(dataset: shardkit.Dataset) -> None:
@@ -107,14 +57,6 @@ def test_settings_of_a_later_version_are_refused(dataset: shardkit.Dataset) -> N
             no_costs,
             no_removal,
         )
-
-
-def test_bulk_digests_of_cells_are_those_of_the_plan() -> None:
-    cells = np.arange(24, dtype=np.int64).reshape(4, 6)
-    cells[2, 4:], cells[3, :] = -1, -1
-    packed, rows = cell_digests(cells)
-    assert rows.tolist() == [6, 6, 4, 0]
-    assert [packed[at : at + 16].hex() for at in range(0, 64, 16)] == [cell_digest(cell) for cell in cells]
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import random
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import string_at
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,13 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkit.errors import IntegrityError, UsageError
-from shardkit.formats import xxh3
-from shardkit.loader import gather, plain_rows
+from shardkit.errors import UsageError
 from shardkit.loader.block_memory import BlockMemory
 from shardkit.loader.block_window import BlockWindow, GroupBlocks
 from shardkit.loader.gather import GatherColumns, RowAddresses, StepGroup, group_rows
-from shardkit.loader.load_queue import BLOCK, FILE, HASH, JOB, OFFSET, ROOM, SIZE, LoadQueue
+from shardkit.loader.load_queue import BLOCK, FILE, JOB, LoadQueue
 
 pytestmark = pytest.mark.usefixtures("copies")
 
@@ -113,50 +107,6 @@ def work(window: BlockWindow, steps: Sequence[Sequence[int]], rows_of: Any = _Fa
             yield found["blocks"]
 
 
-class FileBlocks(Blocks):
-    """Blocks of several sizes in a file, which the compiled loads read; facts: where a block is, and its bytes."""
-
-    def __init__(self, path: Path, sizes: Sequence[int]) -> None:
-        super().__init__()
-        chance = random.Random(7)
-        self.contents = [chance.randbytes(size) for size in sizes]
-        self._bytes = np.array(sizes)
-        self._starts = np.cumsum([0, *sizes])[:-1]
-        path.write_bytes(b"".join(self.contents))
-        self._path, self._hashes = (
-            path,
-            np.array([xxh3(one) for one in self.contents], np.uint64).view(np.int64),
-        )
-
-    def open(self, queue: LoadQueue) -> None:
-        assert queue.add_file(str(self._path), sum(self._bytes)) == 0
-
-    def sizes(self, blocks: Any, until: int, now: int) -> Any:
-        return self._bytes[blocks], self._bytes[blocks]
-
-    def jobs(self, blocks: Any, own: Any) -> Any:
-        jobs = np.zeros((len(blocks), JOB + 5), np.int64)
-        jobs[:, OFFSET], jobs[:, SIZE], jobs[:, HASH] = (
-            self._starts[blocks],
-            self._bytes[blocks],
-            self._hashes[blocks],
-        )
-        jobs[:, ROOM], jobs[:, BLOCK] = self._bytes[blocks], blocks
-        jobs[:, JOB], jobs[:, JOB + 4] = 1, self._bytes[blocks]  # one row
-        return jobs
-
-
-class _Contents(RowAddresses):
-    """The bytes of the blocks that the rows of steps are in."""
-
-    def __init__(self, which: Any) -> None:
-        self._which = which
-
-    def take(self, facts: Any, borders: Sequence[int]) -> list[dict[str, Any]]:
-        rows = [facts[self._which[a:b]][:, [1, 4]].tolist() for a, b in pairwise(borders)]
-        return [{"blocks": {string_at(*one) for one in some}} for some in rows]
-
-
 STEPS = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=6), min_size=1, max_size=60)
 
 
@@ -177,126 +127,6 @@ def test_every_step_finds_its_blocks_within_the_budget(
     assert window.counts.block_loads >= len({block for step in steps for block in step})
     window.close()
     assert window.nbytes == 0
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    steps=STEPS,
-    sizes=st.lists(st.sampled_from([300, 5000, 70_000, 90_000, 200_000]), min_size=41, max_size=41),
-    room=st.integers(0, 600_000),
-    threads=st.integers(1, 3),
-)
-def test_blocks_of_all_sizes_are_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory,
-    steps: list[list[int]],
-    sizes: list[int],
-    room: int,
-    threads: int,
-) -> None:
-    if gather.block_rows is plain_rows:
-        return  # reads nothing by itself
-    source = FileBlocks(tmp_path_factory.mktemp("blocks") / "file", sizes)
-    budget = max(sum(sizes[block] for block in set(step)) for step in steps) + room
-    memory = BlockMemory(budget)
-    queue = LoadQueue(5, threads, memory)
-    source.open(queue)
-    window = BlockWindow(cast(Any, source), queue, memory)
-    for _ in range(2):
-        loop = window.loop
-        for step, there in zip(steps, work(window, steps, _Contents), strict=True):
-            assert there == {source.contents[block] for block in step}
-        window.end_loop(loop)
-    window.close()
-
-
-@settings(max_examples=40, deadline=None)
-@given(steps=STEPS, stops=st.lists(st.integers(0, 60), max_size=4), threads=st.integers(1, 3))
-def test_loops_that_are_left_anywhere_leave_what_they_loaded(
-    steps: list[list[int]], stops: list[int], threads: int
-) -> None:
-    window = window_of(Blocks(), 2 * max(len(set(step)) for step in steps), threads)
-    for stop in [*stops, len(steps)]:
-        loop = window.loop
-        for step, there in zip(steps[:stop], work(window, steps), strict=False):
-            assert set(step) == there
-        window.end_loop(loop)
-    window.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 3])
-def test_dropped_blocks_are_gone(threads: int) -> None:
-    there: weakref.WeakSet[LoadedBlock] = weakref.WeakSet()
-
-    def load(block: int) -> LoadedBlock:
-        loaded = LoadedBlock(block)
-        there.add(loaded)
-        return loaded
-
-    window = window_of(Blocks(load), budget=16, threads=threads)
-    for first in range(0, 60, 5):
-        wanted = set(range(first, first + 11))
-        assert [*work(window, [sorted(wanted)])] == [wanted]
-        gc.collect()
-        assert len(there) == window.nbytes <= 16
-    window.close()
-    assert not there
-
-
-def test_a_step_above_the_budget_is_loaded_alone() -> None:
-    window = window_of(Blocks(), budget=4, threads=2)
-    steps = [[1, 2], [3], list(range(10, 20)), [4, 5]]
-    assert [set(step) for step in steps] == [*work(window, steps)]
-    assert 10 <= window.counts.peak_bytes <= 14
-    assert window.nbytes <= 4 + 10
-    window.close()
-
-
-def test_a_failed_block_is_raised_at_its_step_and_tried_again_in_the_next_loop() -> None:
-    fails = [True]
-
-    def load(block: int) -> GatherColumns:
-        if block == 7 and fails[0]:
-            raise IntegrityError("block 7")
-        return LoadedBlock(block)
-
-    window = window_of(Blocks(load), budget=100, threads=2)
-    steps = work(window, [[1], [2, 3], [7], [8]])
-    assert [sorted(next(steps)) for _ in range(2)] == [[1], [2, 3]]
-    with pytest.raises(IntegrityError, match="block 7"):
-        next(steps)
-    window.end_loop(0)
-    fails[0] = False
-    assert {7} == next(work(window, [[7]]))
-    window.close()
-
-
-def test_a_loop_that_ends_late_takes_nothing_from_the_one_that_was_begun_since() -> None:
-    window = window_of(Blocks(), budget=100, threads=2)
-    late = window.loop
-    window.end_loop(window.loop)
-    window.end_loop(late)
-    one = admitted(window, [[1], [2, 3]])
-    window.end_loop(late)
-    for step in range(2):
-        assert step in one.wait(step, 1, 60, lambda waited: None)
-    window.close()
-
-
-def test_a_loop_that_was_superseded_takes_no_rows_of_the_next() -> None:
-    window = window_of(Blocks(), budget=3, threads=2)
-    window.end_loop(window.loop)
-    one = admitted(window, [[1, 2, 3], [1, 2, 3]])
-    one.wait(0, 1, 60, lambda waited: None)
-    window.end_loop(window.loop)
-    other = admitted(window, [[4, 5, 6]])
-    with pytest.raises(UsageError, match="closed while this loop waited"):
-        one.take(range(1), [0, 3], _Facts(one.which))
-    with pytest.raises(UsageError, match="closed while this loop waited"):
-        one.wait(1, 1, 60, lambda waited: None)
-    other.wait(0, 1, 60, lambda waited: None)
-    assert other.take(range(1), [0, 3], _Facts(other.which)) == [{"blocks": {4, 5, 6}}]
-    window.close()
 
 
 def test_who_waits_for_a_block_is_told_that_the_loop_is_stopped() -> None:
@@ -414,27 +244,6 @@ def test_a_loaded_block_takes_what_it_is_and_not_what_it_could_have_been() -> No
     window.close()
 
 
-def test_only_what_the_same_epoch_had_is_counted_as_loaded_again() -> None:
-    window = window_of(Blocks(), budget=10, threads=1)
-
-    def use(blocks: range) -> tuple[int, int]:
-        for block in blocks:
-            assert [*work(window, [[block]])] == [{block}]
-        return window.epoch.loads, window.epoch.reloads
-
-    window.end_loop(window.loop)
-    window.begin_epoch()
-    assert use(range(20)) == (20, 0)
-    assert use(range(10)) == (30, 10)
-    assert use(range(4, 10)) == (30, 10)  # these are there
-    window.begin_epoch()
-    assert use(range(10, 20)) == (10, 0)  # it was the loop before that had dropped them
-    assert use(range(4)) == (14, 0)
-    assert use(range(10, 20)) == (24, 10)  # each takes the place of the next
-    assert window.counts.block_reloads == 20
-    window.close()
-
-
 def test_a_block_stays_loaded_until_its_last_step_though_its_slot_is_planned_for_another() -> None:
     window = window_of(Blocks(), budget=2, threads=1)
     try:
@@ -450,18 +259,3 @@ def test_a_block_stays_loaded_until_its_last_step_though_its_slot_is_planned_for
         assert [window.is_loaded(block) for block in (3, 4, 5, 6)] == [False, True, False, False]
     finally:
         window.close()
-
-
-def test_memory_of_longer_blocks_is_lent_for_shorter_ones() -> None:
-    memory = BlockMemory(1 << 21)
-    lent = [memory.lend(1 << 18) for _ in range(8)]
-    places = {one.address for one in lent}
-    lent.clear()
-    for size in (1 << 18, (1 << 18) - 5, 200_000, 1 << 17):
-        lent = [memory.lend(size) for _ in range(8)]
-        assert {one.address for one in lent} == places
-        lent.clear()
-        assert memory.nbytes == 1 << 21
-    small = memory.lend(1 << 16)  # below half: the rest would lie idle
-    assert small.address not in places
-    memory.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -112,69 +111,6 @@ def test_jobs_that_are_dropped_are_nobodys() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("threads", [1, 3])
-def test_blocks_are_loaded_in_order_each_once_its_memory_is_free(file: Path, threads: int) -> None:
-    """Many jobs over few slots: a slot keeps what a step needs until that is over. Others ask meanwhile."""
-    slots, steps, size = 4, 300, 1000
-    queue = _queue(slots, threads, width=5)
-    times: list[tuple[int, float]] = []
-    queue.note = lambda block, seconds: times.append((block, seconds))
-    queue.add_file(str(file), len(BYTES))
-    # the slot of a step was that of the step `slots` before it
-    jobs = [_file_job(17 * n, size, n % slots, max(0, n - slots + 1)) for n in range(steps)]
-    ended = threading.Event()
-
-    def ask() -> None:
-        while not ended.wait(0.001):
-            assert queue.num_done <= steps
-            queue.longest()
-
-    working = [threading.Thread(target=_work, args=(queue,)) for _ in range(threads)]
-    working += [threading.Thread(target=ask) for _ in range(2)]
-    for thread in working:
-        thread.start()
-    for first in range(0, steps, 70):
-        queue.add(np.array(jobs[first : first + 70]))
-    for n in range(steps):
-        assert queue.wait(n + 1, 60) > n
-        assert _block(queue, n % slots) == BYTES[17 * n : 17 * n + size].tobytes()
-        queue.advance(n + 1)
-    ended.set()
-    queue.close()
-    for thread in working:
-        thread.join()
-    assert len(times) == steps
-    assert min(took for _, took in times) > 0
-    assert (queue.counts.block_loads, queue.counts.bytes_loaded) == (steps, steps * size)
-
-
-@compiled
-def test_what_is_wrong_or_cannot_be_read_is_the_callers(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(file)
-    os.mkfifo(tmp_path / "pipe")
-    queue = _queue(1, width=5)
-    names = [(file, len(BYTES)), (file, len(BYTES) - 1), (tmp_path / "gone", 9), (tmp_path / "link", len(BYTES)),
-             (tmp_path / "pipe", 0), (tmp_path, 4096)]  # fmt: skip
-    assert [queue.add_file(str(path), size) for path, size in names] == list(range(6))
-    right = _file_job(100, 500, 0)
-    wrong = right.copy()
-    wrong[HASH] ^= 1
-    jobs = [right, right.copy(), wrong, right.copy(), *(right.copy() for _ in names[1:]), right.copy()]
-    for number, job in enumerate(jobs[4:9], 1):
-        job[FILE] = number
-    queue.add(np.array(jobs))
-    callers = []
-    while queue.num_done < len(jobs):
-        left = _take(queue)
-        while len((left := queue.load(left)).rows):
-            callers.append(left.first)
-            left = queue.fail(left)
-    assert callers == [2, 4, 5, 6, 7, 8]
-    assert queue.counts.block_loads == 4
-    queue.close()
-
-
-@compiled
 def test_dropping_waits_for_what_is_being_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
     load_blocks = gather.block_rows.load_blocks
@@ -202,28 +138,6 @@ def test_dropping_waits_for_what_is_being_written(file: Path, monkeypatch: pytes
     assert _block(queue, 0) == BYTES[100:600].tobytes()
     queue.close()
     thread.join(60)
-
-
-@compiled
-def test_few_files_stay_open(tmp_path: Path) -> None:
-    queue = _queue(1, width=5)
-    jobs = []
-    for number in range(100):
-        path = tmp_path / f"{number}"
-        path.write_bytes(BYTES.tobytes())
-        jobs.append(_file_job(100, 500, 0))
-        jobs[-1][FILE] = queue.add_file(str(path), len(BYTES))
-
-    def opened() -> int:
-        links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-        return sum(str(tmp_path) in os.readlink(one) for one in links if one.is_symlink())
-
-    queue.add(np.array(jobs))
-    while queue.num_done < len(jobs):
-        assert not len(queue.load(_take(queue)).rows)
-        assert opened() <= 32
-    queue.close()
-    assert opened() == 0
 
 
 @compiled

@@ -9,27 +9,15 @@ import numpy as np
 import pytest
 
 from shardkit.errors import ConfigurationError, NotFoundError
-from shardkit.plan import assign, make_plan
 from shardkit.ranges import parse_duration
 from shardkit_tools.simulation.cluster import (
     Cluster,
-    Data,
     load_cluster,
     parse_count,
     parse_rate,
     with_changes,
 )
 from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery, restart
-from shardkit_tools.simulation.reading import (
-    BlockMap,
-    choose_sample,
-    count_requests,
-    group_starts,
-    next_uses,
-    rank_needs,
-    synthetic_population,
-    through_cache,
-)
 from shardkit_tools.simulation.run import costs, least_recently_used, prepare, simulate_lanes
 from shardkit_tools.simulation.timing import (
     RankLoads,
@@ -133,68 +121,7 @@ def test_least_recently_used_by_hand() -> None:
     assert least_recently_used("aab", [5, 5, 1], 4).tolist() == [True, True, True], "too large to be kept"
 
 
-def test_a_cache_that_knows_the_future_keeps_what_comes_next() -> None:
-    step = np.arange(8)
-    block = np.array([0, 1, 2, 0, 1, 3, 0, 1])
-    later = next_uses(step, block, step, block)
-    assert later.tolist() == [3, 4, math.inf, 6, 7, math.inf, math.inf, math.inf]
-    ones = np.ones(8, dtype=np.int64)
-    assert through_cache(block, ones, later, 2)[0].tolist() == [
-        True,
-        True,
-        True,
-        False,
-        False,
-        True,
-        False,
-        False,
-    ]
-    assert through_cache(block, ones, later, 0)[0].all()
-
-
-def test_requests_are_joined_where_blocks_end_to_end_follow_each_other() -> None:
-    shard = np.array([0, 0, 0, 1, 1])
-    assert count_requests(np.array([4, 5, 9, 10, 11]), shard).tolist() == [True, False, True, True, False]
-    assert count_requests(np.array([5, 4]), np.zeros(2, dtype=np.int64)).tolist() == [True, True]
-    far = np.arange(40)
-    assert count_requests(far, np.zeros(40, dtype=np.int64)).sum() == 3, (
-        "of each 16 that are looked at together"
-    )
-
-
 # Blocks
-
-
-def test_blocks_of_a_population() -> None:
-    population = synthetic_population(Data(rows=100, shards=3, strata=2, bytes=1000, block=70))
-    blocks = BlockMap.of(population)
-    assert population.rows == 100
-    samples = np.arange(100)
-    found = blocks.locate(samples)[2]
-    assert (np.diff(found) >= 0).all()
-    assert found[-1] == blocks.num_blocks - 1
-    sizes, _ = blocks.weigh(np.arange(blocks.num_blocks))
-    assert (sizes == np.bincount(found) * 10).all()
-    assert sizes.max() == 70
-
-
-def test_needs_are_the_cells_of_the_plan() -> None:
-    population = synthetic_population(Data(rows=600, shards=4, bytes=6000, block=50))
-    blocks = BlockMap.of(population)
-    plan = make_plan(population, global_batch=20, lanes=4, seed=3)
-    needs = rank_needs(plan, blocks, [1, 2], epochs=2, memory=1 << 20)
-    starts = group_starts(plan.loop_steps, 512)
-    starts = np.concatenate([starts[:-1], starts + plan.loop_steps])
-    group = np.searchsorted(starts, needs.step, side="right") - 1
-    for number in range(len(starts) - 1):
-        steps = range(*starts[number : number + 2].tolist())
-        cells = {k: blocks.locate(plan.steps(k, k + 1, [1, 2]).ravel())[2].tolist() for k in steps}
-        expected = list(dict.fromkeys(block for cell in cells.values() for block in cell))
-        mine = group == number
-        assert needs.block[mine].tolist() == expected
-        for first, last, block in zip(needs.step[mine], needs.last[mine], expected, strict=True):
-            needing = [k for k, cell in cells.items() if block in cell]
-            assert (first, last) == (needing[0], needing[-1])
 
 
 # Time
@@ -296,15 +223,6 @@ def test_a_rank_at_half_speed_gives_lanes_away() -> None:
     assert [still.at(step, step * 16.0) for step in range(64)] == [True] + [False] * 63
 
 
-def test_shares_are_those_of_the_real_assignment() -> None:
-    for lanes, nodes, ranks in ((64, 8, 1), (10, 2, 2), (48, 5, 1), (600, 7, 8)):
-        cluster = with_changes(Cluster(), [f"nodes={nodes}", f"ranks={ranks}"])
-        fixed = assign(lanes, nodes * ranks).shares()
-        looked = choose_sample(cluster, lanes, lanes, 1 << 40)
-        assert [list(looked.lanes[n, r]) for n in range(nodes) for r in range(ranks)] == fixed
-        assert Moves(cluster, lanes).lanes_of.tolist() == [len(one) for one in fixed]
-
-
 def test_costs_by_hand() -> None:
     cluster = with_changes(
         Cluster(),
@@ -347,10 +265,6 @@ def test_too_few_lanes_are_told() -> None:
         prepare(with_changes(Cluster(), ["nodes=32", "global_batch=512", "lanes=64"]))
     with pytest.raises(ConfigurationError, match="larger global_batch"):
         prepare(with_changes(Cluster(), ["nodes=100", "global_batch=512"]))
-
-
-def test_group_sizes_are_the_loaders() -> None:
-    assert np.diff(group_starts(100, 64)).tolist() == [1, 4, 16, 64, 15]
 
 
 def test_a_rank_of_which_a_share_is_sampled_takes_as_long_as_all_of_it() -> None:

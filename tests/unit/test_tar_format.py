@@ -39,54 +39,6 @@ def tar_shard(
     return write_shard(samples, Schema.parse(schema), format="tar", compression="none", block_rows=rows)
 
 
-def test_members_have_the_names_of_webdataset_in_schema_order() -> None:
-    schema = {
-        "image": "bytes",
-        "text": "str",
-        "meta": "json",
-        "label": "int8",
-        "ok": "bool",
-        "x": "float32",
-        "t": "int32[*]",
-        "g": "uint8[2]",
-    }
-    sample = {
-        "image": b"\x89PNG\r\n\x1a\nrest",
-        "text": "é",
-        "meta": {"a": 1},
-        "label": -5,
-        "ok": True,
-        "x": 0.5,
-        "t": [7],
-        "g": [1, 2],
-    }
-    data, _ = tar_shard(schema, [sample, sample | {"image": b"?"}])
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        members = archive.getmembers()
-        contents = [archive.extractfile(member).read() for member in members]  # type: ignore[union-attr]
-    assert [member.name for member in members[:9]] == [
-        "key-0.image.png",
-        "key-0.text.txt",
-        "key-0.meta.json",
-        "key-0.label.cls",
-        "key-0.ok.cls",
-        "key-0.x.npy",
-        "key-0.t.npy",
-        "key-0.g.npy",
-        "key-1.image.bin",
-    ]
-    assert contents[1:5] == ["é".encode(), b'{"a":1}', b"-5", b"1"]
-    arrays = [np.load(io.BytesIO(content), allow_pickle=False) for content in contents[5:8]]
-    assert [(array.dtype.str, array.tolist()) for array in arrays] == [
-        ("<f4", 0.5),
-        ("<i4", [7]),
-        ("|u1", [1, 2]),
-    ]
-    assert {(m.mtime, m.uid, m.gid, m.mode, m.uname, m.gname, m.type) for m in members} == {
-        (0, 0, 0, 0o644, "", "", b"0")
-    }
-
-
 @pytest.mark.parametrize(
     ("payload", "extension"),
     [

@@ -8,9 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +26,6 @@ from shardkit.exit_codes import ExitCode
 from shardkit_trainer import launch, load_configuration
 from shardkit_trainer.agent import Agent, own_place
 from shardkit_trainer.configuration import LogConfig, OptimizerConfig, ScheduleConfig
-from shardkit_trainer.data import CellsAhead
 from shardkit_trainer.distributed import LAUNCHER, RESTART, StopRequest
 from shardkit_trainer.reporting import StageMeter
 from shardkit_trainer.tasks import synchronise_norms
@@ -201,21 +198,6 @@ def test_only_failures_use_up_a_restart(codes: dict[int, int], restarts: int) ->
         assert left == restarts, "torchrun takes one away, which was added before"
 
 
-def test_ranks_have_the_same_time_to_end_whoever_stops_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a failure, of which torch's own context takes notice: parallel.shutdown_s."""
-    given: list[tuple[object, ...]] = []
-    context = SimpleNamespace(close=lambda *how: given.append(how))
-    agent: Any = object.__new__(Agent)
-    agent._pcontext, agent._shutdown_timeout = context, 600
-    agent._worker_watchdog = agent._health_check_server = None
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda *_: {})
-    agent._start_workers(None)
-    context.close()
-    agent._stop_workers(None)
-    agent._shutdown(signal.SIGINT, timeout=5)
-    assert given == [(signal.SIGTERM, 600)] * 3
-
-
 def test_a_rank_stops_when_its_command_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not StopRequest().is_set()
     monkeypatch.setenv(LAUNCHER, str(os.getppid()))
@@ -236,74 +218,6 @@ def test_the_interface_is_the_one_that_leads_to_the_rendezvous(monkeypatch: pyte
     assert own_place("127.0.0.1") == ("lo", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth9")
     assert own_place("203.0.113.1") == ("lo", "127.0.0.1")
-
-
-# ---- Cells are taken one step ahead, each once, in order, over the ends of epochs, and never past the end
-
-
-EPOCH = 3
-
-
-class Loader:
-    """Gives step numbers, three an epoch; remembers which thread took each, and fails at `broken`."""
-
-    def __init__(self, step: int = 0, broken: int = -1) -> None:
-        self.step, self.broken = step, broken
-        self.taken: dict[int, str] = {}
-        self.opened: list[int] = []
-        self.plan = SimpleNamespace(
-            epoch_bounds=lambda step: (step // EPOCH * EPOCH, (step // EPOCH + 1) * EPOCH)
-        )
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self.step
-        self.opened.append(first)
-
-        def steps() -> Iterator[list[int]]:
-            for step in range(first, (first // EPOCH + 1) * EPOCH):
-                if step == self.broken:
-                    raise OSError("the disk is gone")
-                self.taken[step], self.step = threading.current_thread().name, step + 1
-                yield [step]
-
-        return steps()
-
-
-def test_every_step_once_and_ahead() -> None:
-    loader = Loader(1)
-    cells = CellsAhead(loader, 1, 8, in_turn=False)
-    found = []
-    for _ in range(1, 8):
-        found += cells.take()
-        cells.ask()
-        cells.ask()  # once is enough
-    cells.close()
-    assert found == list(range(1, 8))
-    assert sorted(loader.taken) == found, "nothing past the end"
-    assert all(name.startswith("cells-ahead") for step, name in loader.taken.items() if step > 1)
-    assert loader.opened == [1, 3, 6]
-
-
-def test_an_epoch_is_opened_when_the_last_step_of_the_one_before_is_handed_out() -> None:
-    loader = Loader()
-    cells = CellsAhead(loader, 0, 6, in_turn=True)
-    opened = []
-    for _ in range(6):
-        cells.take()
-        cells.ask()
-        opened.append(len(loader.opened))
-    cells.close()
-    assert opened == [1, 1, 2, 2, 2, 2]
-    assert set(loader.taken.values()) == {threading.current_thread().name}, "in turn: not ahead"
-
-
-def test_what_the_loader_raises_comes_where_its_step_is_taken() -> None:
-    cells = CellsAhead(Loader(broken=1), 0, 6, in_turn=False)
-    assert cells.take() == [0]
-    cells.ask()
-    with pytest.raises(OSError, match="the disk is gone"):
-        cells.take()
-    cells.close()
 
 
 # ---- What the trainer reports of its steps
