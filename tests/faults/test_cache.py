@@ -29,7 +29,7 @@ from shardkit.errors import IntegrityError, NotFoundError, StoreError, UsageErro
 from shardkit.reading.attestations import ReadEvent, ReadEvents
 from shardkit.reading.cache import supply
 from shardkit.reading.cache.block_cache import BlockCache, filesystem_of, is_network
-from shardkit.reading.cache.eviction import NEVER, Future, choose_victims
+from shardkit.reading.cache.eviction import Future
 from shardkit.reading.cache.serving import CacheServer
 from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
 from shardkit.reading.located_store import LocatedStore
@@ -337,37 +337,6 @@ class TestProcesses:
 
 class TestFuture:
     """Belady's choice, against plain definitions."""
-
-    def test_distances(self) -> None:
-        chance = random.Random(5)
-        uses = [(chance.randrange(50), chance.randrange(300)) for _ in range(400)]
-        future = Future.of(
-            np.array([place for place, _ in uses], dtype=np.uint64),
-            np.array([s for _, s in uses], dtype=np.int64),
-        )
-        for now in (0, 1, 150, 299, 300, 1_000):
-            asked = list(range(60))
-            chance.shuffle(asked)
-            expected = [
-                min((s - now for p, s in uses if p == place and s >= now), default=NEVER) for place in asked
-            ]
-            assert future.distance(np.array(asked, dtype=np.uint64), now).tolist() == expected
-
-    def test_the_furthest_goes_first(self) -> None:
-        sizes = np.array([10, 10, 10, 10])
-        seconds = np.array([5.0, np.inf, 7.0, np.inf])
-        last = np.array([0.0, 2.0, 0.0, 1.0])
-
-        def chosen(room: int) -> list[int]:
-            victims = choose_victims(
-                sizes, seconds, last, held=40, limit=40 + 1 - room, new_size=1, new_distance=0.0
-            )
-            assert victims is not None
-            return [int(one) for one in victims]
-
-        assert chosen(25) == [3, 1, 2]
-        assert chosen(0) == []
-        assert chosen(40) == [3, 1, 2, 0]
 
     def test_other_processes_needs_count(self, tmp_path: Path) -> None:
         """What a neighbour will need soon stays, though this process has no use for it; not so after its death."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -76,27 +74,6 @@ def whole(root: Path) -> dict[str, bytes]:
 class TestSources:
     """Replica first, then parity; what neither has is lost."""
 
-    def test_from_the_other_location_in_both_directions(self, tmp_path: Path) -> None:
-        root, mirror = tmp_path / "root", tmp_path / "mirror"
-        make(root, "--location", f"mirror={mirror}", "--copies", "2")
-        truth, copy = whole(root), whole(mirror)
-        flip(shards(root)[0])
-        shards(root)[1].unlink()
-        flip(shards(mirror)[2])
-        shards(mirror, "index")[0].unlink()
-        done = repair(str(root))
-        assert (done.exit_code, done.verdict) == (0, "repaired")
-        assert sorted((one.location, one.was, one.source) for one in done.healed) == [
-            ("mirror", "missing", "root"),
-            ("mirror", "wrong", "root"),
-            ("root", "missing", "mirror"),
-            ("root", "wrong", "mirror"),
-        ]
-        assert (whole(root), whole(mirror)) == (truth, copy)
-        again = repair(str(root))
-        assert (again.exit_code, again.healed) == (0, [])
-        assert again.copies == len(truth) + len(copy)
-
     def test_from_parity_and_no_further(self, tmp_path: Path) -> None:
         repository = make(tmp_path, parity=4)
         truth = whole(tmp_path)
@@ -136,45 +113,6 @@ class TestSources:
         assert code == 0, told
         assert "backup" in told
         assert whole(tmp_path / "root") == truth
-
-    def test_manifest_page_and_documents_of_parity(self, tmp_path: Path) -> None:
-        """What everything else is found by: from parity objects alone, whose headers say what they are."""
-        make(tmp_path, parity=4)
-        truth = whole(tmp_path)
-        documents = {path: path.read_bytes() for path in tmp_path.glob("parity/*/*.json")}
-        for path in [*shards(tmp_path, "manifest"), *shards(tmp_path, "page")]:
-            path.unlink()
-        for number, path in enumerate(documents):
-            if number % 2:
-                path.unlink()
-            else:
-                path.chmod(0o644)
-                path.write_bytes(b"{}")
-        assert scrub(str(tmp_path)).exit_code == 4
-        assert not shards(tmp_path, "manifest"), "a scrub alone writes no objects"
-        assert repair(str(tmp_path)).verdict == "repaired"
-        assert whole(tmp_path) == truth
-        assert all(path.read_bytes() == data for path, data in documents.items())
-        assert verify(tmp_path).exit_code == 0
-
-    def test_an_adopted_tar_comes_back_into_the_root(self, tmp_path: Path) -> None:
-        """It is its owner's, and stays as it is; the root then has the good bytes itself."""
-        tars = tmp_path / "tars"
-        tars.mkdir()
-        for number in range(5):
-            with tarfile.open(tars / f"{number}.tar", "w", format=tarfile.USTAR_FORMAT) as file:
-                for i in range(20):
-                    member = tarfile.TarInfo(f"{number:02d}{i:04d}.bin")
-                    member.size = 500
-                    file.addfile(member, io.BytesIO(bytes([number, i]) * 250))
-        assert call("adopt", *sorted(tars.iterdir()), tmp_path / "root")[0] == 0
-        assert call("place", tmp_path / "root", "--parity", "4+2")[0] == 0
-        flip(tars / "2.tar")
-        spoiled = (tars / "2.tar").read_bytes()
-        assert verify(tmp_path / "root").exit_code == 4
-        assert repair(str(tmp_path / "root")).verdict == "repaired"
-        assert verify(tmp_path / "root").exit_code == 0
-        assert (tars / "2.tar").read_bytes() == spoiled
 
     def test_members_are_read_where_they_are_good(self, tmp_path: Path) -> None:
         """A shard rots in the root before it has parity: it is encoded from the mirror, and healed from there."""

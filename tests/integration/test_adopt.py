@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import hashlib
 import io
@@ -24,7 +23,6 @@ from shardkit.copies.verify import verify
 from shardkit.dataset.merging import merge_datasets
 from shardkit.dataset.removing import erase
 from shardkit.errors import NotFoundError, SourceError, UsageError
-from shardkit.formats import read_block, xxh3
 from shardkit.repository.repository import Repository
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building import engines
@@ -154,32 +152,6 @@ def test_tars_of_gnu_tar_are_read_as_webdataset_reads_them(tmp_path: Path) -> No
         check_equal_to_webdataset(ds, [str(tar)], {"txt": "text", "npy": "array", "cls": "label"})
         assert len(ds) == 18
         assert not verify(str(tmp_path / tar_format), level="decode").exit_code
-
-
-def test_reading_parses_no_header(tmp_path: Path) -> None:
-    """Were every tar and npy header gone, and the checksums right, the samples would be the same."""
-    (tar,) = write_tars(tmp_path / "tars", tars=1, rows=30)
-    adopt([tar], tmp_path / "root", block_size="8KiB")
-    ds = shardkit.open(tmp_path / "root")
-    index = ds.reader.index(0)
-    whole = Path(tar).read_bytes()
-    assert index.field_offset is not None
-    assert index.field_size is not None
-    for block in range(index.blocks):
-        start, size = int(index.block_offset[block]), int(index.block_size[block])
-        stored = whole[start : start + size]
-        bare = bytearray(size)
-        for row in range(int(index.block_start[block]), int(index.block_start[block + 1])):
-            for offset, length in zip(
-                index.field_offset[row].tolist(), index.field_size[row].tolist(), strict=True
-            ):
-                bare[offset : offset + length] = stored[offset : offset + length]
-        checks = index.block_xxh3.copy()
-        checks[block] = xxh3(bytes(bare))
-        decoded = read_block(bytes(bare), dataclasses.replace(index, block_xxh3=checks), block)
-        for row in range(decoded.rows):
-            ours, theirs = decoded.sample(row), ds[int(index.block_start[block]) + row]
-            assert all(np.array_equal(ours[name], theirs[name]) for name in ds.schema)  # type: ignore[arg-type]
 
 
 def test_runs_of_one_label_are_strata(tmp_path: Path) -> None:

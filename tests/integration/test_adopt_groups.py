@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from shardkit.reading.adopted_places import location_name
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit.stores.store import object_name
-from shardkit_tools.adopting import adopt, adoption
-from shardkit_tools.adopting.adoption import grouped
-from shardkit_tools.adopting.formats import find_files, open_files
+from shardkit_tools.adopting import adopt
 from shardkit_tools.importers import ImportOptions
 
 
@@ -31,32 +28,6 @@ def write_tables(folder: Path, files: int, rows: int = 2) -> Path:
             pa.table({"n": range(file * rows, file * rows + rows)}), folder / f"{file:03d}.parquet"
         )
     return folder
-
-
-class Meeting(FileOperations):
-    """The first two files that threads sync wait for each other."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2)
-        self._waiting = iter(range(2))
-        self._adopting = threading.current_thread()
-        self.met = 0
-
-    def fsync(self, file: Handle) -> None:
-        if threading.current_thread() is not self._adopting and next(self._waiting, None) is not None:
-            self._barrier.wait(timeout=60)
-            self.met += 1
-        super().fsync(file)
-
-
-def test_files_of_a_group_become_durable_together(tmp_path: Path) -> None:
-    folder = write_tables(tmp_path / "tables", 5)
-    meeting = Meeting()
-    with substituted(meeting):
-        result = adopt([folder], tmp_path / "root")
-    assert meeting.met == 2
-    assert result.rows == 10
-    assert [row["n"] for row in shardkit.open(tmp_path / "root")] == list(range(10))
 
 
 class Durable(FileOperations):
@@ -113,16 +84,3 @@ def test_files_before_a_bad_one_of_their_group_are_not_read_again(tmp_path: Path
     bad.write_bytes(good)
     assert adopt([folder], tmp_path / "root", options=options).reused == 4
     assert [row["n"] for row in shardkit.open(tmp_path / "root")] == list(range(12))
-
-
-def test_groups_have_limits_and_keep_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "_GROUP_FILES", 3)
-    folder = write_tables(tmp_path / "tables", 8)
-    tasks = open_files(find_files([folder], ImportOptions()), None, ImportOptions()).tasks()
-    groups = [group.tasks for group in grouped(tasks)]
-    assert [len(group) for group in groups] == [3, 3, 2]
-    assert [task for group in groups for task in group] == tasks
-    monkeypatch.setattr(adoption, "_GROUP_BYTES", 2 * tasks[0].size)
-    assert [len(group.tasks) for group in grouped(tasks)] == [2] * 4
-    monkeypatch.setattr(adoption, "_GROUP_BYTES", 1)
-    assert [len(group.tasks) for group in grouped(tasks)] == [1] * 8

@@ -6,8 +6,6 @@ import csv
 import json
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,10 @@ from hypothesis import strategies as st
 import shardkit
 from shardkit.copies.verify import verify
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats import line_blocks
-from shardkit.formats.sample_columns import encode_rows
-from shardkit.formats.strict_json import parse_objects
 from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt
 from shardkit_tools.building.build_run import build
-from shardkit_tools.importers import ImportOptions, line_importer
+from shardkit_tools.importers import ImportOptions
 from tests.integration.test_adopt_folders import adopt_killed
 
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
@@ -178,38 +173,6 @@ def test_uneven_lines_make_smaller_blocks(tmp_path: Path) -> None:
     index = shardkit.open(tmp_path / "root").reader.index(0)
     assert int(index.block_size.max()) <= 64 << 10
     assert [len(row["t"]) for row in rows_of(tmp_path / "root")] == [5] * 500 + [20_000] * 100
-
-
-@pytest.mark.parametrize(("options", "expected"), [
-    (ImportOptions(), {"parsed": 100}),
-    (ImportOptions(check="decode"), {"parsed": 200, "encoded": 100}),
-    (ImportOptions(field_types={"n": "int32"}), {"parsed": 200, "encoded": 100}),
-    (ImportOptions(skip_bad_rows=True), {"parsed": 200, "encoded": 100}),
-])  # fmt: skip
-def test_a_row_is_parsed_once_and_again_if_it_must_be_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: ImportOptions, expected: dict[str, int]
-) -> None:
-    (tmp_path / "lines").mkdir()
-    for name in "ab":
-        rows = [json.dumps({"n": n, "text": name}) for n in range(50)]
-        (tmp_path / "lines" / f"{name}.jsonl").write_text("\n".join(rows))
-    counts: Counter[str] = Counter()
-
-    def counted(name: str, function: Any, rows_of: Callable[..., int]) -> Any:
-        def call(*arguments: Any) -> Any:
-            counts[name] += rows_of(*arguments)
-            return function(*arguments)
-
-        return call
-
-    parse = counted("parsed", parse_objects, lambda data: data.count(b"\n") + 1)
-    monkeypatch.setattr(line_blocks, "parse_objects", parse)
-    encode = counted("encoded", encode_rows, lambda schema, rows, name_of: len(rows))
-    monkeypatch.setattr(line_importer, "encode_rows", encode)
-    adopt([tmp_path / "lines"], tmp_path / "root", block_size="256B", options=options)
-    assert counts == expected
-    monkeypatch.undo()
-    assert not verify(str(tmp_path / "root"), level="decode").exit_code, "the code that reads agrees"
 
 
 _READ_CSV = """

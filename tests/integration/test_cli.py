@@ -6,10 +6,8 @@ import io
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -557,30 +555,6 @@ def test_a_reader_that_goes_away_is_no_error(built: Path, command: str, buffered
     done = subprocess.run(words, env=environment, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "slow")
-    program = (
-        "import shardkit_tools.building.build_run as b, signal, os\n"
-        "from shardkit_tools.main import run\n"
-        "def build_dataset(*a, **k):\n"
-        "    open(os.environ['SLOW'], 'w').write('x')\n"
-        "    signal.pause()\n"
-        "b.build = build_dataset\n"
-        "run(['build', 'a', 'b'])\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, "SLOW": str(tmp_path / "slow")},
-        stderr=subprocess.PIPE,
-    ) as process:
-        (tmp_path / "slow").read_text()  # until the build has begun
-        time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.decode().strip() == "shardkit: interrupted"
 
 
 def test_output_is_text(tmp_path: Path) -> None:

@@ -242,8 +242,10 @@ def test_starts_that_go_back_with_other_losses_take_the_same_samples(
     assert not any("fork" in text or "conflict" in text for text in texts)
 
 
-@pytest.mark.parametrize(("world", "merged_at"), [(1, ()), (2, ()), (2, (50,)), (2, (40, 45, 30))])
-@pytest.mark.parametrize("second", [(37, 52), (36, 39)])
+@pytest.mark.parametrize(
+    ("world", "merged_at", "second"),
+    [(1, (), (36, 39)), (2, (50,), (37, 52)), (2, (40, 45, 30), (36, 39))],
+)
 def test_a_loader_that_goes_back_takes_the_same_samples(
     root: str, tmp_path: Path, world: int, merged_at: tuple[int, ...], second: tuple[int, int]
 ) -> None:

@@ -188,23 +188,6 @@ def test_costs_are_those_of_the_rows_that_are_selected(root: str) -> None:
     assert len(np.unique(found)) > 8
 
 
-def test_a_run_is_resumed_and_audited_with_its_costs(root: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    seen: list[int] = []
-    for world, first, last in ((2, 0, 4), (1, 4, 10), (4, 10, 15)):
-        ds = shardkit.open(root)
-        plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2")
-        for rank in range(world):
-            with ds.loader(plan, rank=rank, world=world, run=run, tensors=False) as loader:
-                loader.seek(first)
-                for batch in batches_until(loader, last):
-                    seen += batch["number"].tolist() if batch.step < 10 else []
-    assert sorted(seen) == list(range(ROWS))
-    audit = audit_run(run, dataset=root)
-    assert audit.exit_code == 0, audit.findings
-    assert (audit.first, audit.checked) == (0, 15)
-
-
 def test_telemetry_tells_the_skew_of_the_steps_that_were_handed_out(root: str) -> None:
     ds = shardkit.open(root)
     plan = ds.plan(BATCH, lanes=LANES, cost="bytes(text)**2")

@@ -17,7 +17,6 @@ import pytest
 
 import shardkit
 from shardkit.errors import ShardkitError, StoreError
-from shardkit.loader.remote_blocks import RemoteBlocks
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.local import open_store
@@ -83,24 +82,6 @@ def test_streamed_and_cached_give_the_same_batches(proxy: FaultProxy, root: str,
         before = proxy.body_bytes
         assert epoch(loader) == streamed[0]
         assert loader.stats()["bytes_from_root"] < 0.05 * stored, "and a new run finds it there"
-
-
-def test_each_epoch_is_told_to_what_reads_ahead(
-    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the cache keeps is looked up for two epochs from the first step told: of a later one nothing was known."""
-    told: list[int] = []
-    start = RemoteBlocks.start
-
-    def note(self: RemoteBlocks, step: int, *more: Any) -> None:
-        told.append(step)
-        start(self, step, *more)
-
-    monkeypatch.setattr(RemoteBlocks, "start", note)
-    with open_loader(root, tmp_path / "cache") as loader:
-        epochs = [epoch(loader) for _ in range(4)]
-        assert told == [number * len(loader) for number in range(4)]
-    assert len({sum(len(samples) for samples, _ in one) for one in epochs}) == 1
 
 
 def test_ranks_share_one_cache(proxy: FaultProxy, tmp_path: Path) -> None:

@@ -320,29 +320,6 @@ def test_a_run_keeps_the_lanes_that_it_began_with(
     assert (recorded["lanes"], recorded["window_blocks"]) == (began.lanes, began.settings.window_blocks)
 
 
-def test_a_run_with_costs_is_resumed_and_audited_with_them(tmp_path: Path, texts: str) -> None:
-    def start(steps: int, **more: Any) -> Any:
-        chosen = settings(
-            tmp_path / "run",
-            texts,
-            run__steps=steps,
-            data__cost="bytes(text)**2",
-            data__balance="align",
-            **more,
-        )
-        return train(load_configuration(None, chosen))
-
-    assert [start(steps).step for steps in (3, 6)] == [3, 6]
-    plan = shardkit.open(texts).plan(8, lanes=4, cost="bytes(text)**2", balance="align")
-    recorded = recorded_plan(tmp_path / "run", plan.digest)
-    assert recorded is not None
-    assert (recorded["cost"], recorded["balance"]) == ("bytes(text)**2", "align")
-    audit = audit_run(tmp_path / "run")
-    assert (audit.exit_code, audit.verdict[:5]) == (0, "clean"), audit.findings
-    with pytest.raises(ConfigurationError, match=r"other settings.*data\.weights"):
-        start(6, data__weights="{all = 2}")
-
-
 def test_what_a_killed_start_journaled_says_its_lanes(tmp_path: Path, texts: str) -> None:
     ds = shardkit.open(texts)
     plan = ds.plan(global_batch=16)

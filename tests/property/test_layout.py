@@ -39,35 +39,6 @@ def rows_of(layout: Layout, shard: int) -> list[int]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(tables(), st.integers(1, 4000), st.integers(1, 500), st.booleans(), st.integers(0, 3))
-def test_every_row_lies_once_in_a_segment_of_its_stratum(drawn, shard_size, block_size, shuffle, seed):  # type: ignore[no-untyped-def]
-    table, strata = drawn
-    layout = lay_out(
-        table,
-        strata,
-        LayoutSettings(seed=seed, shuffle=shuffle, shard_size=shard_size, block_size=block_size),
-    )
-    assert sorted(layout.rows.tolist()) == list(range(len(table)))
-    assert layout.segment_start[0] == 0
-    assert layout.segment_start[-1] == len(table)
-    assert (np.diff(layout.segment_start) > 0).all()
-    seen = set()
-    for segment, (shard, stratum) in enumerate(
-        zip(layout.segment_shard.tolist(), layout.segment_stratum.tolist(), strict=True)
-    ):
-        assert (shard, stratum) not in seen, "a stratum is one segment per shard"
-        seen.add((shard, stratum))
-        for row in layout.rows[layout.segment_start[segment] : layout.segment_start[segment + 1]]:
-            own = int(table.stratum[row])
-            assert stratum == (strata if layout.pooled[own] else own)
-    for shard in range(layout.shards):
-        slots = layout.segments_of(shard)
-        assert layout.segment_start[slots.start] == layout.shard_start[shard]
-        assert layout.segment_start[slots.stop] == layout.shard_start[shard + 1]
-        assert list(layout.segment_stratum[slots]) == sorted(layout.segment_stratum[slots])
-
-
-@settings(max_examples=200, deadline=None)
 @given(tables(), st.integers(5001, 20_000))
 def test_strata_are_spread_evenly_over_shards_and_over_runs_of_shards(drawn, shard_size):  # type: ignore[no-untyped-def]
     table, strata = drawn
@@ -79,31 +50,6 @@ def test_strata_are_spread_evenly_over_shards_and_over_runs_of_shards(drawn, sha
     fair = np.outer(np.arange(1, layout.shards + 1), counts.sum(axis=0)) / layout.shards
     assert (np.abs(np.cumsum(counts, axis=0) - fair) < 2).all()
     assert counts.sum(axis=1).min() >= 1
-
-
-@settings(max_examples=200, deadline=None)
-@given(tables(equal_sizes=True), st.integers(100, 3000))
-def test_shards_of_equal_rows_are_of_equal_size(drawn, shard_size):  # type: ignore[no-untyped-def]
-    table, strata = drawn
-    layout = lay_out(table, strata, LayoutSettings(shard_size=shard_size))
-    rows = np.diff(layout.shard_start)
-    if len(rows):
-        assert rows.max() - rows.min() <= 2
-
-
-@settings(max_examples=100, deadline=None)
-@given(tables(), st.integers(1, 6000))
-def test_pooled_are_exactly_the_strata_that_cannot_be_in_every_shard(drawn, shard_size):  # type: ignore[no-untyped-def]
-    table, strata = drawn
-    layout = lay_out(table, strata, LayoutSettings(shard_size=shard_size))
-    large = table.raw_bytes > shard_size
-    shards = layout.shards - int(large.sum())
-    for stratum in range(strata):
-        rows = int(((table.stratum == stratum) & ~large).sum())
-        assert layout.pooled[stratum] == (0 < rows < shards)
-    for shard in range(shards, layout.shards):
-        (row,) = rows_of(layout, shard)
-        assert large[row], "shards after the dealt ones hold one large row each"
 
 
 @settings(max_examples=100, deadline=None)
@@ -253,19 +199,6 @@ def test_equal_order_keys_fall_back_to_the_identity() -> None:
     identity = np.zeros((4, 2), dtype=np.uint64)
     table = RowTable(identity, np.zeros(4, np.int32), np.full(4, 10, np.int64))
     assert lay_out(table, 1, LayoutSettings()).rows.tolist() == [0, 1, 2, 3]
-
-
-def test_one_shard_pools_nothing() -> None:
-    stratum = np.arange(50, dtype=np.int32)
-    table = RowTable(
-        np.random.default_rng(0).integers(0, 2**63, (50, 2)).astype(np.uint64),
-        stratum,
-        np.full(50, 9, np.int64),
-    )
-    layout = lay_out(table, 50, LayoutSettings())
-    assert layout.shards == 1
-    assert not layout.pooled.any()
-    assert layout.segment_stratum.tolist() == list(range(50))
 
 
 def test_a_shard_never_outgrows_one_put() -> None:

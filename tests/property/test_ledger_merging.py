@@ -193,24 +193,6 @@ def test_starts_repeats_and_assignments_are_events(tmp_path: Path) -> None:
     assert ledger.head()["steps"]["root"] == expected_root(12)
 
 
-def test_events_of_a_rank_come_with_step_and_rank(tmp_path: Path) -> None:
-    start = run_of(tmp_path, 3)
-    start.journals[0].event(2, "failover", location="mirror", count=1, what="a shard")
-    start.step(3)
-    start.kill()
-    events = merge_journals(tmp_path)[0].event_documents()
-    found = next(event for event in events if event["kind"] == "failover")
-    assert found == {
-        "kind": "failover",
-        "step": 2,
-        "rank": 0,
-        "start": 0,
-        "location": "mirror",
-        "count": 1,
-        "what": "a shard",
-    }
-
-
 def test_a_fork_is_recorded_and_the_branch_left_behind_stays(tmp_path: Path) -> None:
     run_of(tmp_path, 8).kill()
     old = ledger_head(tmp_path)
@@ -275,28 +257,6 @@ def test_steps_behind_a_gap_wait(tmp_path: Path) -> None:
     filler.step(5)
     filler.kill()
     assert ledger_head(tmp_path)["steps"]["root"] == expected_root(7)
-
-
-def test_a_single_replaced_rank_adds_to_the_steps_of_the_others(tmp_path: Path) -> None:
-    """Also where an earlier start has left an incomplete step, whose cells wait in state.json."""
-    first = run_of(tmp_path, 2, world=LANES)
-    first.step(2, ranks=1)
-    first.kill()
-    ledger_head(tmp_path)
-    second = Start(tmp_path, LANES)
-    second.step(0)
-    ledger_head(tmp_path, 1)
-    second.journals[5].close()
-    second.journals[5] = Journal(
-        tmp_path / "journal", manifest=MANIFEST, plan=PLAN, rank=5, world=LANES, lanes=LANES
-    )
-    for step in range(1, 5):
-        second.step(step, ranks=None if step < 4 else 5)
-        ledger_head(tmp_path)
-    second.kill()
-    ledger, merge = merge_journals(tmp_path)
-    assert ledger.head()["steps"] == {"first": 0, "size": 4, "root": expected_root(4)}
-    assert merge.pending_steps() == [4]
 
 
 def test_merged_journals_are_removed_and_the_ledger_stays_small(

@@ -59,21 +59,6 @@ def _stream(loader: Any) -> Iterator[tuple[int, int, bytes]]:
             yield batch.step, sample, blob
 
 
-def test_every_field_is_what_was_written(dataset: shardkit.Dataset) -> None:
-    plan = dataset.plan(global_batch=20, lanes=5)
-    seen = 0
-    for batch in dataset.loader(plan, tensors=False):
-        for position, blob in enumerate(batch["blob"]):
-            expected = _sample(int.from_bytes(blob, "little"))
-            np.testing.assert_array_equal(batch["image"][position], expected["image"])
-            assert batch["label"][position] == expected["label"]
-            assert batch["text"][position] == expected["text"]
-            one = dataset[int(batch.samples[position])]
-            assert one["blob"] == blob
-            seen += 1
-    assert seen == len(dataset) // 20 * 20
-
-
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_resume_goes_on_exactly_where_it_stopped(dataset: shardkit.Dataset, data: st.DataObject) -> None:
@@ -143,16 +128,6 @@ def test_a_plan_of_another_dataset_is_refused(dataset: shardkit.Dataset) -> None
     other = dataset.select(where="label < 3")
     with pytest.raises(UsageError, match="this plan was made for"):
         dataset.loader(other.plan(global_batch=20, lanes=5))
-
-
-def test_a_selection_is_loaded_like_a_dataset_of_its_own(dataset: shardkit.Dataset) -> None:
-    view = dataset.select(where="label in (1, 4)")
-    numbers = {n for n in range(ROWS) if n % 7 in (1, 4)}
-    assert len(view) == len(numbers)
-    plan = view.plan(global_batch=10, lanes=5, remainder="short")
-    blobs = [int.from_bytes(b, "little") for _, _, b in _stream(view.loader(plan, tensors=False))]
-    assert len(blobs) == len(numbers)
-    assert set(blobs) == numbers
 
 
 def test_batch_transform_sees_the_same_generators(dataset: shardkit.Dataset) -> None:

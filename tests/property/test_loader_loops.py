@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 import threading
@@ -266,24 +265,6 @@ def test_a_validation_loop_restarts(ds: shardkit.Dataset) -> None:
         assert next(iter(loader)).step == 0
 
 
-def test_a_run_that_resumes_after_an_epoch_trains_the_epochs_that_are_left(ds: shardkit.Dataset) -> None:
-    steps: list[int] = []
-    state: dict[str, Any] = {}
-    for stop in (4, STEPS, STEPS + 1, 3 * STEPS):  # the program ends after so many steps, then starts again
-        with ds.loader(_plan(ds), tensors=False) as loader:
-            if state:
-                loader.load_state_dict(state)
-            for _ in range(loader.epoch, 3):
-                for batch in loader:
-                    steps.append(batch.step)
-                    state = loader.state_dict(after=batch)
-                    if batch.step + 1 == stop:
-                        break
-                if len(steps) == stop:
-                    break
-    assert steps == list(range(3 * STEPS))
-
-
 def test_a_loader_that_shares_steps_continues_with_its_own(ds: shardkit.Dataset) -> None:
     for offset in range(3):
         with ds.loader(_plan(ds), tensors=False, stride=3, offset=offset) as loader:
@@ -308,17 +289,6 @@ def test_arguments_of_another_kind_are_refused_in_words(
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"expected"):
         ds.loader(_plan(ds), **options)
-
-
-def test_integers_of_other_libraries_are_integers(ds: shardkit.Dataset) -> None:
-    numbers: dict[str, Any] = {"rank": np.int64(1), "world": np.uint8(2), "threads": np.int32(1)}
-    with ds.loader(_plan(ds), tensors=False, **numbers) as loader:
-        numbers["step"] = np.int64(3)
-        loader.seek(numbers["step"])
-        assert next(iter(loader)).step == 3
-        state = loader.state_dict()
-        loader.load_state_dict(state | {"step": np.int64(5)})
-        assert json.loads(json.dumps(loader.state_dict()))["step"] == 5
 
 
 @pytest.mark.parametrize("state", [None, [], "x", 5, {}, {"version": 1}])
@@ -383,19 +353,6 @@ def test_the_next_epoch_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
         assert [rows(loader), rows(loader)] == [first, second]
 
 
-def test_a_loop_that_is_over_takes_nothing_from_the_next(ds: shardkit.Dataset) -> None:
-    expected = list(range(2 * STEPS))
-    with ds.loader(_plan(ds), tensors=False) as loader:
-        loop = iter(loader)
-        seen = [batch.step for batch in loop]
-        assert next(loop, None) is None
-        loop.close()
-        assert loader.peek().step == STEPS
-        loop.close()
-        assert seen + [batch.step for batch in loader] == expected
-        assert next(loop, None) is None
-
-
 _EPOCH = """
 import shardkit, sys
 ds = shardkit.open(sys.argv[1])
@@ -458,16 +415,6 @@ def _still(stats: dict[str, float]) -> dict[str, float]:
     """What is no figure of how far the reading is ahead."""
     names = ("step", "steps", "samples", "lanes", "last_wait_s", "consumer_wait_s", "computed_s")
     return {name: stats[name] for name in names}
-
-
-def test_what_is_done_to_the_look_does_not_reach_the_loop(ds: shardkit.Dataset) -> None:
-    with ds.loader(_plan(ds), tensors=False) as loader:
-        expected = _facts(loader.peek())
-        ahead = loader.peek()
-        ahead["x"][:] = -1
-        ahead["samples"][:] = -1
-        ahead["blob"].clear()
-        assert _facts(next(iter(loader))) == expected
 
 
 def test_the_journal_knows_nothing_of_a_look(ds: shardkit.Dataset, tmp_path: Path) -> None:

@@ -149,25 +149,6 @@ def test_mesh_axes_that_share_data():  # type: ignore[no-untyped-def]
         data_coordinates(np.arange(8).reshape(2, 4), ("dp",))
 
 
-def test_mesh_of_a_fake_process_group():  # type: ignore[no-untyped-def]
-    torch = pytest.importorskip("torch")
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    distributed = torch.distributed
-    lanes_seen = {}
-    for rank in range(8):
-        distributed.init_process_group("fake", rank=rank, world_size=8, store=fake.FakeStore())
-        try:
-            mesh = distributed.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
-            place, world = data_coordinates(mesh.mesh.numpy(), mesh.mesh_dim_names)[distributed.get_rank()]
-            assert place == mesh.get_local_rank("dp")
-            lanes_seen[rank] = assign(64, world).lanes_of(place)
-        finally:
-            distributed.destroy_process_group()
-    assert len({lanes_seen[r] for r in range(4)}) == 1  # tensor and pipeline ranks share their lanes
-    assert set(lanes_seen[0]).isdisjoint(lanes_seen[4])
-    assert set(lanes_seen[0]) | set(lanes_seen[4]) == set(range(64))
-
-
 def test_what_cannot_be_assigned_is_refused():  # type: ignore[no-untyped-def]
     with pytest.raises(PlanError, match="9 ranks for 8 lanes"):
         assign(8, 9)

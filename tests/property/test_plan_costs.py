@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from shardkit.errors import PlanError
 from shardkit.plan import Costs, Plan, Population, encode_costs, make_plan
-from shardkit.plan.costs import Balance
 
 few = settings(max_examples=40, deadline=None)
 balances = st.sampled_from(["spread", "align"])
@@ -54,55 +53,6 @@ def test_lanes_hold_what_they_hold_without_costs(both: tuple[Plan, Plan], epoch:
         assert sorted(costed[:, lane].ravel().tolist()) == sorted(plain[:, lane].ravel().tolist())
     assert (costed[:full] >= 0).all()
     assert np.array_equal((costed >= 0).sum(axis=2), (plain >= 0).sum(axis=2))
-
-
-@few
-@given(
-    st.integers(1, 12),
-    st.lists(st.integers(0, 200), min_size=1, max_size=5),
-    st.integers(0, 99),
-    st.booleans(),
-    st.sampled_from([1, 4]),
-)
-def test_a_window_is_permuted_into_even_cells(
-    size: int, sizes: list[int], seed: int, equal: bool, parts: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    rows = sum(sizes)
-    octaves = rng.integers(0, 5, rows) * (not equal)
-    numbers = (
-        rng.integers(8, 16, rows) << octaves
-    )  # 8 to 15 are the levels of an octave: codes tell them exactly
-    windows = len(sizes)
-    order, starts = rng.permutation(rows), np.cumsum(sizes) - sizes
-    firsts = rng.integers(0, 1000, windows)
-    hands = np.zeros(windows, dtype=np.int64)
-
-    def arranged(scale: int) -> np.ndarray:
-        balance = Balance(
-            encode_costs(numbers << scale), np.array([size]), parts, seed, np.array([5], dtype=np.uint64),
-            lambda hand, draw: draw // size,
-        )  # fmt: skip
-        return balance.arrange(order, np.array(sizes), hands, firsts * size)
-
-    found = arranged(0)
-    assert np.array_equal(found, arranged(7))  # only proportions count
-    for start, length in zip(starts.tolist(), sizes, strict=True):
-        window, before = found[start : start + length], order[start : start + length]
-        assert sorted(window.tolist()) == sorted(before.tolist())
-        whole = length // size * size
-        assert np.array_equal(window[whole:], before[whole:])
-        if whole:
-            cells = numbers[window[:whole]].reshape(-1, size)
-            ranked = -np.sort(-numbers[before[:whole]]).reshape(size, -1)
-            dearest = (-np.sort(-cells, axis=1)).min(axis=0)
-            assert np.array_equal(
-                dearest[: size if parts == 1 else 1], ranked[: size if parts == 1 else 1, -1]
-            )
-            # sums of middles of levels, which lie half a level above the numbers, differ by no round more
-            middles = cells + (1 << np.log2(cells // 8).astype(np.int64)) / 2
-            widest = -np.sort(-middles.ravel()).reshape(size, -1)
-            assert np.ptp(middles.sum(axis=1)) <= (widest[:, 0] - widest[:, -1]).max()
 
 
 @given(st.lists(st.integers(1, 2**32 - 1), min_size=2))
@@ -170,22 +120,6 @@ def test_ranks_wait_less(size: int, ranks: int, spread: float, align: float) -> 
     ]
     assert found[0] < spread < plain
     assert found[1] < align < plain
-
-
-@pytest.mark.parametrize("balance", ["spread", "align"])
-def test_every_step_of_a_window_is_equally_likely(balance: str) -> None:
-    """Of 512 rows in 64 cells over 300 keys: chi-square per degree of freedom of where the dearest rows come."""
-    rows, size, keys = 512, 8, 300
-    cost = costs_of(rows, 3)
-    people = population([rows], rows)
-    seen = np.zeros((16, rows // size))
-    dearest = np.argsort(-cost.codes[np.arange(rows)].astype(int), kind="stable")[:16]
-    for seed in range(keys):
-        plan = make_plan(people, global_batch=size, lanes=1, seed=seed, cost=cost, balance=balance)
-        steps = np.argsort(plan.steps(0, rows // size).ravel()) // size
-        seen[np.arange(16), steps[dearest]] += 1
-    expected = keys / (rows // size)
-    assert 0.8 < float(((seen - expected) ** 2 / expected).sum() / (16 * (rows // size - 1))) < 1.2
 
 
 def test_strata_are_balanced_each_within_its_share() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import tracemalloc
 from fractions import Fraction
-from math import floor
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardkit.plan import Plan, Population, make_plan
-from shardkit.plan.deal import Deal, floor_sum, golden_step
+from shardkit.plan.deal import floor_sum, golden_step
 from tests.property.plan_model import NaturalModel
 from tests.property.populations import epoch_steps, grids, populations, strata_of
 
@@ -159,33 +158,6 @@ def block_numbers(population: Population) -> list[int]:
     return out
 
 
-@pytest.mark.slow
-def test_jumping_gives_the_cells_of_walking() -> None:
-    """Chunks of this plan are large enough that a step that was jumped to is drawn with a part of its chunk only."""
-    population = Population(
-        "jumps",
-        ("a", "b"),
-        np.arange(40, dtype=np.int32) // 2,
-        np.arange(40, dtype=np.int32) % 2,
-        np.tile(np.array([30_011, 1_013]), 20),
-        np.full(20, 61, dtype=np.int32),
-    )
-    walked = make_plan(population, global_batch=512, lanes=4)
-    steps = walked.steps_per_epoch
-    assert steps is not None
-    cells = np.concatenate([walked.steps(step, step + 1) for step in range(2 * steps)])
-    assert len(np.unique(cells[:steps])) == cells[:steps].size
-    rng = np.random.default_rng(7)
-    for start in [0, 1, steps - 1, steps, 2 * steps - 1, *rng.integers(0, 2 * steps, 12).tolist()]:
-        fresh = make_plan(population, global_batch=512, lanes=4)
-        stop = min(2 * steps, start + 700)
-        one_by_one = np.concatenate([fresh.steps(step, step + 1) for step in range(start, stop)])
-        assert (one_by_one == cells[start:stop]).all()
-        assert (
-            make_plan(population, global_batch=512, lanes=4).steps(start, stop) == cells[start:stop]
-        ).all()
-
-
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_no_caller_can_change_cells_that_are_kept(lanes: int) -> None:
     """Those of the short last step are made in a way of their own."""
@@ -219,41 +191,6 @@ def test_what_a_plan_keeps_does_not_grow_with_the_epochs() -> None:
 
 
 # ---- The deal's closed form against slots dealt one by one, for masses of any size
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.one_of(st.integers(1, 50), st.integers(1, 10**15)), min_size=1, max_size=12),
-    st.integers(1, 40),
-    st.integers(1, 20),
-    st.integers(1, 90),
-    st.integers(0, 10**20),
-)
-def test_counts_are_those_of_slots_dealt_by_hand(masses, lanes, cell, steps, dither):  # type: ignore[no-untyped-def]
-    batch, total = lanes * cell, sum(masses)
-    masses = sorted(masses, reverse=True)
-    common = [m for m in masses if batch * m >= total]
-    masses = common + ([sum(masses[len(common) :])] if len(common) < len(masses) else [])
-    cumulative = [sum(masses[: g + 1]) for g in range(len(masses))]
-    dither %= total
-    deal = Deal(cumulative, batch, lanes, steps, dither)
-    drawn = np.zeros((lanes, len(masses)), dtype=np.int64)
-    before = [0] * len(masses)
-    for step in range(steps + 1):
-        got = np.concatenate([deal.lane_prefix(np.array([step]), lane) for lane in range(lanes)])
-        assert (got == np.cumsum(drawn, axis=1)).all()
-        assert (deal.prefix(np.array([step]))[0] == np.cumsum(before)).all()
-        if step == steps:
-            break
-        sums = [floor(Fraction((step + 1) * batch * c + dither, total)) for c in [0, *cumulative]]
-        counts = [sums[g + 1] - sums[g] - before[g] for g in range(len(masses))]
-        before = [sums[g + 1] - sums[g] for g in range(len(masses))]
-        assert min(counts) >= 0
-        slots = [g for g, count in enumerate(counts) for _ in range(count)]
-        assert len(slots) == batch
-        for slot, group in enumerate(slots):
-            drawn[(slot + step * lanes // steps) % lanes, group] += 1
 
 
 @given(st.integers(0, 60), st.integers(1, 50), st.integers(-200, 200), st.integers(-200, 200))

@@ -113,37 +113,6 @@ def test_an_append_keeps_the_full_pages() -> None:
     assert paginate(longer)[0] == paginate(table)[0]
 
 
-def test_a_hundred_thousand_shards_are_columns_only() -> None:
-    """10⁵ shards and 10⁶ segments in a second or two: nothing is a Python object per shard."""
-    shards, segments = 100_000, 10
-    random = np.random.default_rng(1)
-    rows = random.integers(1, 100, (shards, segments))
-    table = ShardTable(
-        digest=random.integers(0, 256, (shards, 32), np.uint8),
-        size=rows.sum(1) * 10,
-        index_digest=random.integers(0, 256, (shards, 32), np.uint8),
-        index_size=np.full(shards, 100),
-        rows=rows.sum(1),
-        selected=rows.sum(1),
-        block_rows=np.full(shards, 16),
-        largest_block=np.full(shards, 10),
-        raw_bytes=rows.sum(1) * 10,
-        selection_digest=np.zeros((shards, 32), np.uint8),
-        segment_shard=np.repeat(np.arange(shards), segments),
-        segment_stratum=np.tile(np.arange(segments), shards),
-        segment_rows=rows.ravel(),
-        segment_selected=rows.ravel(),
-    )
-    manifest, pages = composed(table, [(str(n),) for n in range(segments)], axes=("label",))
-    assert len(pages) == 25
-    assert manifest.rows == int(rows.sum())
-    assert len(manifest.to_bytes()) < 10_000
-    back = ShardTable.concatenate(
-        [unpack_page(data, ref) for ref, data in zip(manifest.pages, pages, strict=True)]
-    )
-    assert same(back, table)
-
-
 BROKEN: dict[str, Callable[[ShardTable], dict[str, Any]]] = {
     "rows are not the sum of segments": lambda t: {"rows": t.rows + 1, "selected": t.rows + 1},
     "negative size": lambda t: {"size": -t.size},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardkit.errors import ConfigurationError
 from shardkit.plan import make_plan
 from shardkit_tools.simulation.cluster import Cluster, with_changes
-from shardkit_tools.simulation.reading import BlockMap, Needs, open_population, through_memory
+from shardkit_tools.simulation.reading import BlockMap, open_population
 from shardkit_tools.simulation.run import prepare, simulate_lanes, simulate_shuffle
 from shardkit_tools.simulation.timing import BlockFetching, RankLoads
 
@@ -115,28 +115,6 @@ def test_a_full_shuffle_reads_at_least_the_dataset_once(unit: str, seed: int) ->
     one_node = cluster(1, 1, f"seed={seed}", "cache=100MB")
     again = simulate_shuffle(one_node, prepare(one_node), unit="sample", budget=10**9)["epochs"]
     assert [one["egress_bytes"] for one in again] == [60_000_000, 0]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=50), st.integers(1, 12))
-def test_memory_keeps_what_a_plain_least_recently_used_window_keeps(
-    pairs: list[tuple[int, int]], room: int
-) -> None:
-    rows = sorted(set(pairs))
-    step = np.array([k for k, _ in rows], dtype=np.int64)
-    block = np.array([b for _, b in rows], dtype=np.int64)
-    loads, after = through_memory(Needs(step, step, block, np.zeros_like(step)), room)
-    held: dict[int, int] = {}  # block → last step that needs it
-    for i, (k, b) in enumerate(rows):
-        assert loads[i] == (b not in held)
-        begun = 0
-        while b not in held and len(held) >= room:
-            oldest = min(held, key=lambda one: (held[one], one))
-            if held[oldest] >= k:
-                break  # what a step needs may exceed the memory
-            begun = max(begun, held.pop(oldest) + 1)
-        assert after[i] == begun, "it waits for the steps that need what it replaces"
-        held[b] = k
 
 
 @settings(max_examples=60, deadline=None)

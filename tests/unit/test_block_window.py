@@ -259,3 +259,18 @@ def test_a_block_stays_loaded_until_its_last_step_though_its_slot_is_planned_for
         assert [window.is_loaded(block) for block in (3, 4, 5, 6)] == [False, True, False, False]
     finally:
         window.close()
+
+
+def test_memory_of_longer_blocks_is_lent_for_shorter_ones() -> None:
+    memory = BlockMemory(1 << 21)
+    lent = [memory.lend(1 << 18) for _ in range(8)]
+    places = {one.address for one in lent}
+    lent.clear()
+    for size in (1 << 18, (1 << 18) - 5, 200_000, 1 << 17):
+        lent = [memory.lend(size) for _ in range(8)]
+        assert {one.address for one in lent} == places
+        lent.clear()
+        assert memory.nbytes == 1 << 21
+    small = memory.lend(1 << 16)  # below half: the rest would lie idle
+    assert small.address not in places
+    memory.close()

@@ -191,31 +191,6 @@ def nothing(_rows: int, _size: int) -> None:
     pass
 
 
-def test_all_results_arrive_and_processes_are_kept(doubler: Any) -> None:
-    seen: list[tuple[int, int]] = []
-    with LocalEngine(2) as processes:
-        first = list(
-            processes.run(
-                functools.partial(doubler, 2), range(30), lambda rows, size: seen.append((rows, size))
-            )
-        )
-        second = list(processes.run(functools.partial(doubler, 3), range(30), nothing))
-    assert sorted(result for result, _ in first) == [2 * n for n in range(30)]
-    assert sorted(result for result, _ in second) == [3 * n for n in range(30)]
-    assert sorted(seen) == [(1, n) for n in range(30)]
-    assert {pid for _, pid in second} <= {pid for _, pid in first}
-
-
-def test_reports_of_a_process_are_added_up(doubler: Any) -> None:
-    """Each report is a message to another process, and a tar has thousands of small members."""
-    seen: list[tuple[int, int]] = []
-    with LocalEngine(2) as processes:
-        make = functools.partial(doubler, 2, reports=5_000)
-        list(processes.run(make, [3], lambda rows, size: seen.append((rows, size))))
-    assert (sum(rows for rows, _ in seen), sum(size for _, size in seen)) == (5_000, 15_000)
-    assert len(seen) < 50
-
-
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_nothing_to_do(doubler: Any, jobs: int) -> None:
     with LocalEngine(jobs) as processes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.dataset.scratch import RowSpool
 from shardkit.dataset.version_plan import VersionSettings
 from shardkit.errors import ConfigurationError, NotFoundError, SampleError, SchemaError, UsageError
 from shardkit.repository.repository import Repository
@@ -45,24 +43,6 @@ def write(root: Path, order: Any = range(120), **settings: Any) -> shardkit.Writ
 def samples_of(ds: shardkit.Dataset) -> Iterator[tuple[str, dict[str, Any]]]:
     for number in range(len(ds)):
         yield ds.key(number), ds[number]
-
-
-@pytest.mark.parametrize(("format_", "compression"), [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")])
-def test_what_is_added_is_what_is_read(tmp_path: Path, format_: str, compression: str) -> None:
-    writer = write(tmp_path, format=format_, compression=compression)
-    ds = shardkit.open(tmp_path)
-    assert ds.manifest.id == writer.manifest.id
-    assert ds.strata == {str(label): 24 for label in range(5)}
-    assert ds.manifest.shards > 1 or format_ == "arrow"
-    found = dict(samples_of(ds))
-    assert sorted(found) == sorted(f"photo/{i}" for i in range(120))
-    for i in range(120):
-        got, expected = found[f"photo/{i}"], sample(i)
-        assert got["image"] == expected["image"]
-        assert got["label"] == expected["label"]
-        assert got["text"] == expected["text"]
-        assert got["vector"].tolist() == expected["vector"].tolist()
-        assert got["tokens"].tolist() == expected["tokens"]
 
 
 def test_the_id_depends_on_samples_and_settings_only(tmp_path: Path) -> None:
@@ -113,27 +93,6 @@ def test_keys_are_generated_from_the_order_of_adding(tmp_path: Path) -> None:
             writer.add({"n": i})
     ds = shardkit.open(tmp_path)
     assert {key: s["n"] for key, s in samples_of(ds)} == {f"{i:010d}": i for i in range(30)}
-
-
-def test_scratch_of_several_runs_gives_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = write(tmp_path / "a").manifest.id
-
-    monkeypatch.setattr("shardkit.dataset.creating._MAX_ROWS", 7)
-    monkeypatch.setattr("shardkit.dataset.creating.RowSpool", functools.partial(RowSpool, run_bytes=500))
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    seen = []
-    with shardkit.create(
-        tmp_path / "b", SCHEMA, stratify="label", shard_size="128KiB", block_size="8KiB", scratch=scratch
-    ) as writer:
-        for i in range(120):
-            writer.add(sample(i), key=f"photo/{i}")
-            seen.append(len(list(scratch.iterdir())))
-    assert seen[-1] == 1, "payloads are spooled to a file"
-    assert list(scratch.iterdir()) == []
-    assert writer.manifest.id == expected
 
 
 def test_an_exception_publishes_nothing(tmp_path: Path) -> None:

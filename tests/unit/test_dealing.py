@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import shardkit
 from shardkit.errors import ConfigurationError, StateError, StoreError
@@ -20,8 +18,7 @@ from shardkit.ledger import Ledger
 from shardkit.loader import Loader, Rebalancing
 from shardkit.loader.lanes import bytes_nearby
 from shardkit.loader.sharing import find_address
-from shardkit.plan import Assignment, Plan, Population, assign, make_plan
-from shardkit.plan.assignment import LaneOfBlock
+from shardkit.plan import Assignment, Plan, assign
 from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.reading.objects import Location
 from shardkit.stores.local import LocalStore
@@ -30,43 +27,6 @@ from shardkit.stores.remote.cache_client import CacheClient
 dist = pytest.importorskip("torch.distributed")
 
 LANES = 16
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 90), min_size=2, max_size=2), min_size=2, max_size=9),
-    st.sampled_from([4, 8]),
-    st.sampled_from([1, 3, 7]),
-    st.integers(0, 2),
-)
-def test_blocks_are_known_to_be_of_the_lanes_that_draw_them(
-    rows: list[list[int]], lanes: int, block: int, epoch: int
-) -> None:
-    table = [(shard, stratum, n) for shard, both in enumerate(rows) for stratum, n in enumerate(both)]
-    population = Population.of("p", ["a", "b"], table, block)
-    if min(sum(n for _, s, n in table if s == k) for k in (0, 1)) < 8 * lanes:
-        return
-    plan = make_plan(population, global_batch=2 * lanes, lanes=lanes, remainder="short")
-    blocks = -(-population.segment_rows // block)
-    lane = LaneOfBlock(population, lanes, blocks)(np.arange(blocks.sum()))
-    assert plan.steps_per_epoch is not None
-    first = np.cumsum(population.segment_rows) - population.segment_rows
-    segment = np.repeat(np.arange(len(blocks)), blocks)
-    inside = np.arange(len(segment)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-    at = plan.steps(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
-    drawn = np.full(population.rows, -1)
-    for number in range(lanes):
-        mine = at[:, number].ravel()
-        drawn[mine[mine >= 0]] = number
-    right = []
-    for which in range(len(segment)):
-        begin = first[segment[which]] + inside[which] * block
-        own = drawn[
-            begin : min(begin + block, first[segment[which]] + population.segment_rows[segment[which]])
-        ]
-        assert lane[which] in range(own.min() - 1, own.max() + 2)
-        right.append(lane[which] == np.bincount(own).argmax())
-    assert np.mean(right) > 0.6
 
 
 @pytest.fixture(scope="module")

@@ -95,17 +95,6 @@ def test_every_picture_is_pillows(name: str, decoder: str, resizer: str) -> None
             assert _psnr(_decoded(made, payload, place), wanted) >= 50
 
 
-def test_a_large_picture_is_scaled_in_decoding_and_still_pillows() -> None:
-    payload = FILES["large"]
-    made = images.resize(100, layout="HWC")
-    view = made.frame(1100, 1300, PLACES[0])
-    assert view.shrink == 2
-    assert PictureReader(payload).pixels(shrink=2).shape == (550, 650, 3)
-    for decoder in DECODERS:
-        found = _decoded(replace(made, decoder=decoder), payload)
-        assert _psnr(found, _reference(payload, view, made.size)) >= 50
-
-
 @pytest.mark.parametrize("slot", range(4))
 def test_scaled_pictures_of_every_kind_are_pillows(slot: int) -> None:
     noise = np.random.default_rng(slot).normal(0, 8, (1100, 1400, 3))

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import NotFoundError, ShardkitError, SourceError
-from shardkit_tools.importers import ImportOptions, SourceFailure, detect, folder, open_source
+from shardkit_tools.importers import ImportOptions, SourceFailure, folder, open_source
 from shardkit_tools.importers.source_kinds import list_source
 from tests.importer_conformance import check_importer, read_all
 from tests.pictures import JPEG, PNG, encoded, photograph
@@ -217,20 +217,6 @@ def test_globs_and_missing_sources(tmp_path: Path) -> None:
     for missing in (f"{root}/nothing", f"{root}/*.gif"):
         with pytest.raises(NotFoundError, match=missing.replace("*", r"\*")):
             open_source(missing)
-
-
-@pytest.mark.parametrize(
-    ("files", "kind"),
-    [
-        ({"a.jsonl": b"", "b.ndjson.gz": b""}, "jsonl"),
-        ({"a.npy": b""}, "npy"),
-        ({"s/a.tar": b"", "s/b.tar.zst": b"", "s/c.tgz": b""}, "webdataset"),
-        ({"a.py": b"", "b.md": b""}, "text"),
-        ({"a.png": b"", "a.txt": b""}, "folder"),
-    ],
-)
-def test_the_importer_is_detected(tmp_path: Path, files: dict[str, bytes], kind: str) -> None:
-    assert detect(list_source(tree(tmp_path, files))) == kind
 
 
 def test_records_beside_other_files_are_not_taken_for_samples(tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
-from shardkit_tools.importers import ImportOptions, SourceFailure, detect, open_source
+from shardkit_tools.importers import ImportOptions, SourceFailure, open_source
 from shardkit_tools.importers.protocol import DecodedRows, FileImporter
-from shardkit_tools.importers.source_kinds import list_source
 from tests.importer_conformance import check_importer, read_all
 
 ODD = 'ab" x'
@@ -320,24 +319,6 @@ def test_huggingface_folders_that_are_incomplete(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("[")
     with pytest.raises(SourceError, match=r"state\.json: not valid JSON"):
         open_source(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        (["a.parquet", "sub/b.pq"], "parquet"),
-        (["a.arrow", "b.feather"], "arrow"),
-        (["a.csv", "b.tsv", "c.csv.gz"], "csv"),
-        (["index.json", "shard.00000.mds"], "mds"),
-        (["dataset_info.json", "state.json", "data-00000-of-00001.arrow"], "huggingface"),
-        (["dataset_dict.json", "train/state.json"], "huggingface"),
-    ],
-)
-def test_detection(tmp_path: Path, names: list[str], kind: str) -> None:
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
-    assert detect(list_source(str(tmp_path))) == kind
 
 
 @pytest.mark.parametrize("nanoseconds", [0, 1])

@@ -297,35 +297,6 @@ def test_a_build_says_how_lists_become_arrays(tmp_path: Path) -> None:
         assert sorted(ds[n]["ids"].tolist() for n in range(3)) == [[], [1, 2], [5]]
 
 
-def test_members_of_several_shapes(tmp_path: Path) -> None:
-    arrays = [np.full((n, 4, 3), n, np.uint8) for n in (2, 5, 3)]
-    with tarfile.open(tmp_path / "in.tar", "w") as tar:
-        for number, array in enumerate(arrays):
-            file = io.BytesIO()
-            np.save(file, array)
-            info = tarfile.TarInfo(f"{number:03d}.pixels.npy")
-            info.size = len(file.getvalue())
-            tar.addfile(info, io.BytesIO(file.getvalue()))
-    ds = built(tmp_path / "in.tar", tmp_path / "d")
-    assert str(ds.schema["pixels"]) == "uint8[*,4,3]"
-    assert sorted(ds[n]["pixels"].shape[0] for n in range(3)) == [2, 3, 5]
-
-
-def test_batches_of_tensors(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    made = rows(16)
-    with shardkit.create(tmp_path / "d", schema=SCHEMA) as writer:
-        for row in made:
-            writer.add(row)
-    ds = shardkit.open(tmp_path / "d")
-    with ds.loader(ds.plan(global_batch=8, seed=1), tensors=True) as loader:
-        batch = next(iter(loader))
-    values, offsets, shapes = batch["picture"]
-    for place, number in enumerate(batch["number"].tolist()):
-        picture = values[offsets[place] : offsets[place + 1]].reshape(*shapes[place])
-        assert torch.equal(picture, torch.from_numpy(made[number]["picture"]))
-
-
 # ---- Packed rows: where documents begin, and a model whose attention stays inside them
 
 

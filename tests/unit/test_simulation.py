@@ -17,7 +17,7 @@ from shardkit_tools.simulation.cluster import (
     parse_rate,
     with_changes,
 )
-from shardkit_tools.simulation.faults import Draws, Moves, arrivals, recovery, restart
+from shardkit_tools.simulation.faults import Moves, recovery, restart
 from shardkit_tools.simulation.run import costs, least_recently_used, prepare, simulate_lanes
 from shardkit_tools.simulation.timing import (
     RankLoads,
@@ -164,16 +164,6 @@ def test_reading_ahead_is_bounded() -> None:
 # Faults, moves, money
 
 
-def test_gaps_have_their_mean_and_are_always_the_same() -> None:
-    draws = Draws(5, 1)
-    gaps = [draws.gap(10.0) for _ in range(20_000)]
-    assert np.mean(gaps) == pytest.approx(10.0, rel=0.03)
-    assert np.std(gaps) == pytest.approx(10.0, rel=0.05)
-    again = arrivals(Draws(5, 1), 0.1)
-    assert [next(again) for _ in range(3)] == pytest.approx(np.cumsum(gaps[:3]))
-    assert next(arrivals(draws, 0.0), None) is None
-
-
 def test_recovery_adds_up() -> None:
     cluster = with_changes(
         Cluster(),
@@ -265,18 +255,3 @@ def test_too_few_lanes_are_told() -> None:
         prepare(with_changes(Cluster(), ["nodes=32", "global_batch=512", "lanes=64"]))
     with pytest.raises(ConfigurationError, match="larger global_batch"):
         prepare(with_changes(Cluster(), ["nodes=100", "global_batch=512"]))
-
-
-def test_a_rank_of_which_a_share_is_sampled_takes_as_long_as_all_of_it() -> None:
-    cluster = with_changes(
-        small("latency=4s", "cell=1s", "concurrency=8", "threads=4", "memory=1GiB"), ["nic=100B/s"]
-    )
-
-    def seconds(each: int, share: float) -> float:
-        step = np.repeat(np.arange(50), each)
-        size, ones = np.full(len(step), 10, dtype=np.int64), np.ones(len(step), dtype=bool)
-        loads = RankLoads(0, step, np.maximum(0, step - 2), size, ones, ones, share)
-        return float(time_steps(cluster, [loads], 50, Moves(cluster, 1)).step_s.sum())
-
-    assert seconds(16, 1.0) == pytest.approx(seconds(4, 0.25), rel=0.1)
-    assert seconds(16, 1.0) == pytest.approx(seconds(1, 1 / 16), rel=0.1)

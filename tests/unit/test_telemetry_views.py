@@ -102,18 +102,6 @@ def test_lane_moves_are_seen_in_the_records_whoever_speaks_first() -> None:
         assert [row["owners"] for row in lane_history(ranks)] == [[0, 0, 1, 1], [0, 0, 0, 1]]
 
 
-def test_shards_are_summed_over_ranks() -> None:
-    tables: list[dict[str, Any]] = [
-        {"hot_shards": [["aa", 2, 100], ["bb", 1, 500]]},
-        {"hot_shards": [["aa", 3, 50], ["cc"], ["dd", "x", 1]]},
-    ]
-    records = [
-        Record(time=5.0, rank=rank, world=2, session=str(rank), tables=tables[rank]) for rank in range(2)
-    ]
-    view = summarise(of(*([one] for one in records)), [], 5.0)
-    assert view["hot_shards"] == [["bb", 1, 500], ["aa", 5, 150]]
-
-
 def test_a_lane_that_two_ranks_have_worked_is_one_lane() -> None:
     rows: list[list[list[Any]]] = [
         [[3, 2, 0.5, 100], [1, 1, 0.25, 50]],
@@ -137,16 +125,6 @@ def test_loads_are_counted_for_the_lane_that_needs_the_block_first() -> None:
     times.note(0, 12, 0.125, 100, number=12)
     assert times.lane_loads() == [[5, 2, 4.0, 200], [0, 2, 0.75, 200], [4, 1, 0.125, 100]]
     assert times.hot_shards() == [["shard 0", 6, 600]]
-
-
-def test_lanes_of_the_blocks_named_last_are_known() -> None:
-    times = BlockTimes(lambda shard: f"shard {shard}", lambda _: True)
-    times.expect(range(40_000), [1] * 40_000)
-    times.expect(range(10), [2] * 10)
-    times.expect(range(40_000, 70_000), [3] * 30_000)
-    for block in (5, 15, 39_999, 69_999):  # 15 has been forgotten
-        times.note(0, block, 1.0, 100, number=block)
-    assert sorted(times.lane_loads()) == [[1, 1, 1.0, 100], [2, 1, 1.0, 100], [3, 1, 1.0, 100]]
 
 
 # ---- `shardkit top` in terminals of several widths

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - as torch's documentation imports it
 
 from shardkit.errors import ConfigurationError
 from shardkit.formats import Schema
@@ -187,34 +186,6 @@ def test_mix_never_changes() -> None:
     # first output of splitmix64 with seed 0 is in its authors' test vectors; the rest are pinned
     assert mix(0) == 0xE220A8397B1DCDAF
     assert len({mix(1, 2, 3), mix(3, 2, 1), mix(1, 2), mix(1, 2, 3, 0)}) == 4
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (1, 1), (5, 1), (8, 8, 1), (8, 8, 3), (1, 7, 4)])
-def test_convolutions_get_plain_strides(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dimensions of size 1 included: torch's convolution takes their strides for another layout."""
-    seen = 0
-    convolve = F.conv2d
-
-    def checked(images: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
-        nonlocal seen
-        for one in (images, weight):
-            assert one.stride() == torch.empty(one.shape).stride()
-            seen += 1
-        return convolve(images, weight, **more)
-
-    schema = Schema.parse({"image": f"uint8[{','.join(map(str, shape))}]", "label": "int64"})
-    for width in (1, 4):
-        config = ModelConfig(kind="classifier", classes=3, width=width, stages=2)
-        task = ClassifierTask(config, SimpleNamespace(schema=schema))
-        cells = [
-            Cell({"image": np.zeros((n, *shape), np.uint8), "label": np.zeros(n, np.int64)}) for n in (1, 2)
-        ]
-        inputs = concatenate([task.prepare(cell, 0) for cell in cells])
-        with monkeypatch.context() as patched:
-            patched.setattr(F, "conv2d", checked)
-            loss, _ = task.loss(task.model, inputs.tensors)
-        torch.autograd.backward(loss.sum())
-    assert seen > 0
 
 
 MODELS = """

@@ -99,22 +99,6 @@ def test_without_either_the_error_says_what_to_install(monkeypatch: pytest.Monke
         compression._find("zstandard", "compression.zstd")
 
 
-@given(
-    size=st.one_of(st.integers(0, 2000), st.sampled_from([65_791, 65_792, 1 << 20, 3 << 20])),
-    level=st.integers(1, 19), sized=st.booleans(), checked=st.booleans(),
-)  # fmt: skip
-def test_headers_are_read_as_the_package_reads_them(
-    size: int, level: int, sized: bool, checked: bool
-) -> None:
-    compressor = zstandard.ZstdCompressor(level=level, write_content_size=sized, write_checksum=checked)
-    frame = compressor.compress(bytes(size))
-    found, wanted = compression.read_header(frame), zstandard.get_frame_parameters(frame)
-    assert found.content_size == (wanted.content_size if sized else None)
-    assert found.window_size == wanted.window_size
-    assert (found.dictionary, found.has_checksum) == (wanted.dict_id, wanted.has_checksum)
-    assert found.size == zstandard.frame_header_size(frame)
-
-
 @given(descriptor=st.integers(0, 255), rest=st.binary(min_size=1, max_size=13))
 def test_every_header_is_read_as_the_package_reads_it(descriptor: int, rest: bytes) -> None:
     frame = struct.pack("<IB", 0xFD2FB528, descriptor) + rest
