@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardkit
@@ -143,3 +144,24 @@ def test_no_worker_works_on_once_a_loop_is_left(root: Path, fails: bool) -> None
             loop.close()
         assert working[0] == 0
         letting_go.join()
+
+
+def _noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"row": _number(sample), "noise": int(rng.integers(1 << 40)), "blob": sample["blob"]}
+
+
+def test_a_rank_without_rows_of_a_short_step_goes_on(root: Path) -> None:
+    ds, world = shardkit.open(str(root)), 11
+    plan = ds.plan(global_batch=world, lanes=world, remainder="short")  # of 1,200 rows one is left
+    rows, without = [], 0
+    for rank in range(world):
+        with ds.loader(
+            plan, rank=rank, world=world, uneven=True, tensors=False, transform=_noisy, threads=2
+        ) as loader:
+            loader.seek(plan.loop_steps - 3)
+            batches = list(loader)
+        assert len(batches) == 3
+        without += not len(batches[-1].samples)
+        rows += [row for batch in batches if len(batch.samples) for row in batch["row"].tolist()]
+    assert without == world - 1
+    assert len(rows) == len(set(rows)) == 2 * world + 1

@@ -322,3 +322,18 @@ def test_no_function_and_no_module_is_long() -> None:
             if isinstance(node, ast.FunctionDef):
                 documented = len((ast.get_docstring(node, clean=False) or "").splitlines())
                 assert (node.end_lineno or 0) - node.lineno - documented < 40, f"{path.name}: {node.name}"
+
+
+def test_ranks_have_the_same_time_to_end_whoever_stops_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a failure, of which torch's own context takes notice: parallel.shutdown_s."""
+    given: list[tuple[object, ...]] = []
+    context = SimpleNamespace(close=lambda *how: given.append(how))
+    agent: Any = object.__new__(Agent)
+    agent._pcontext, agent._shutdown_timeout = context, 600
+    agent._worker_watchdog = agent._health_check_server = None
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda *_: {})
+    agent._start_workers(None)
+    context.close()
+    agent._stop_workers(None)
+    agent._shutdown(signal.SIGINT, timeout=5)
+    assert given == [(signal.SIGTERM, 600)] * 3
