@@ -48,7 +48,13 @@ def test_single_writer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("endpoint", "command"),
-    [("refused", "show"), ("silent", "show"), ("unknown", "show"), ("refused", "verify"), ("silent", "build")],
+    [
+        ("refused", "show"),
+        ("silent", "show"),
+        ("unknown", "show"),
+        ("refused", "verify"),
+        ("silent", "build"),
+    ],
 )
 def test_a_wrong_endpoint_is_named_soon(
     monkeypatch: pytest.MonkeyPatch,

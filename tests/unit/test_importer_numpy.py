@@ -386,3 +386,20 @@ def test_documents_follow_in_the_order_of_the_files(tmp_path: Path) -> None:
         write(tmp_path, [[[number]]], "uint16", "megatron", name)
     rows = read_all(open_source(str(tmp_path), "tokens"))
     assert [row.source_name for row in rows] == ["a-b.bin", "a.bin"]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["<i4", ">i4", "bool", "<f2", "<u8"])
+def test_rows_of_the_first_axis(
+    tmp_path: Path, dtype: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numpy_arrays, "_TASK_BYTES", 40)
+    monkeypatch.setattr(numpy_arrays, "PIECE_BYTES", 15)
+    values = np.asarray(np.arange(60).reshape(10, 2, 3) % 7, dtype=dtype, order=order)  # type: ignore[call-overload]
+    np.save(tmp_path / "a.npy", values)
+    importer = open_source(str(tmp_path / "a.npy"))
+    assert str(importer.schema["value"]) == f"{values.dtype.newbyteorder('=').name}[2,3]"
+    samples = check_importer(importer)
+    assert len(importer.tasks()) > 1
+    assert np.array_equal(np.stack([np.asarray(row.sample["value"]) for row in samples]), values)
+    assert [row.source_row for row in samples] == list(range(10))
