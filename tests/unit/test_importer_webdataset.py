@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers import ImportOptions, open_source
-from shardkit_tools.importers.tar_members import Member, Members, members_and_damage
+from shardkit_tools.importers.tar_members import Member, members_and_damage
 from tests.importer_conformance import check_importer, read_all
 
 
@@ -197,11 +197,7 @@ def flipped_headers() -> Iterator[tuple[int, bytes]]:
 def test_a_flipped_bit_in_a_header_is_refused_or_changes_nothing() -> None:
     for bit, damaged in flipped_headers():
         try:
-            found = [
-                one
-                for part in members_and_damage(io.BytesIO(damaged), "a.tar")
-                for one in (part.each() if isinstance(part, Members) else [part])
-            ]
+            found = list(members_and_damage(io.BytesIO(damaged), "a.tar"))
         except SourceError:
             continue
         if any(isinstance(one, Member) and one.why for one in found):

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from shardkit.errors import SourceError
 from shardkit.formats import FieldType, Schema
-from shardkit.formats.tar_members import padded
 from shardkit_tools.adopting.files import (
     BUILD_INSTEAD,
     MAX_UNEVEN,
@@ -36,7 +35,7 @@ from shardkit_tools.adopting.files import (
 from shardkit_tools.adopting.located_rows import LocatedRows, Span, locate_decimal, refuse_array
 from shardkit_tools.importers.numpy_arrays import read_header
 from shardkit_tools.importers.tar_members import Member, members_and_damage
-from shardkit_tools.importers.webdataset import TarRun, TarSample, check_fields, tar_samples
+from shardkit_tools.importers.webdataset import TarSample, check_fields, tar_samples
 
 _MAX_GAP_BYTES = (5 << 30) + (
     64 << 20
@@ -62,8 +61,7 @@ class Tars(AdoptableFiles):
 
 class _Block(NamedTuple):
     size: int
-    rows: int
-    samples: list[TarSample | TarRun]
+    samples: list[TarSample]
 
 
 class _HeldStream:
@@ -117,8 +115,7 @@ class _TarScan:
     def __post_init__(self) -> None:
         self.rows = 0
         self._keys: list[str] = []
-        self._block: list[TarSample | TarRun] = []  # samples of the current block
-        self._held = 0  # their number
+        self._block: list[TarSample] = []  # samples of the current block
         self._labels: tuple[str, ...] = ()  # their values of the axes
         self._runs = LabelRuns(self.axes)
         self._ended: list[_Block] = []  # blocks whose values are not checked yet
@@ -135,7 +132,7 @@ class _TarScan:
         try:
             return self._read()
         except TooUnevenError:
-            unchecked = sum(block.rows for block in self._ended) + self._held
+            unchecked = sum(len(block.samples) for block in self._ended) + len(self._block)
             self.report(unchecked - self.rows, -self._stream.position)
             return replace(self, block_rows=smaller(self.block_rows or 1)).run()
 
@@ -163,24 +160,16 @@ class _TarScan:
     @property
     def _end(self) -> int:
         """Offset of the end of the last sample in the current block."""
-        for found in self._block[-1:]:
-            if isinstance(found, TarRun):
-                return int(found.members.offsets[-1] + padded(int(found.members.sizes[-1])))
-            return max(member.end for member in found.members.values())
-        return 0
+        if not self._block:
+            return 0
+        return max(member.end for member in self._block[-1].members.values())
 
     def _read_samples(self) -> None:
         """Read to the end, or to damage if bad samples are left out."""
         members = members_and_damage(self._stream, self._path, one_name=True, skip=self.skip)
         try:
-            for found in tar_samples(members, self._path):
-                if not isinstance(found, TarRun):
-                    self._add_sample(found)
-                elif self.axes or self.skip or set(found.fields) != self._types.keys():
-                    for sample in found.each():
-                        self._add_sample(sample)
-                else:
-                    self._add_run(found)
+            for sample in tar_samples(members, self._path):
+                self._add_sample(sample)
         except SourceError as error:
             if not self.skip:
                 raise
@@ -191,44 +180,17 @@ class _TarScan:
         if labels is None:
             return
         start = next(iter(sample.members.values())).start
-        self._begin(start, labels)
-        if self._held > 1 and start - self._block_start > MAX_UNEVEN * self.block_bytes:
-            raise TooUnevenError
-        self._hold(sample, [sample.key])
-
-    def _add_run(self, run: TarRun) -> None:
-        starts, at = run.members.starts[:: len(run.fields)], 0
-        while at < len(starts):
-            self._begin(int(starts[at]), ())
-            # the number of rows of a block is known once a sample begins after the first bytes
-            left = (
-                int(np.searchsorted(starts, self.block_bytes)) - at
-                if self.block_rows is None
-                else self.block_rows - self._held
-            )
-            part = run.part(at, at + left)
-            at += len(part.keys)
-            if (
-                self._held + len(part.keys) > 2
-                and starts[at - 1] - self._block_start > MAX_UNEVEN * self.block_bytes
-            ):
-                raise TooUnevenError
-            self._hold(part, part.keys)
-
-    def _begin(self, start: int, labels: tuple[str, ...]) -> None:
-        """End the current block if it is full, or the sample that begins at `start` has other labels."""
         if self.block_rows is None and start >= self.block_bytes:
             self.block_rows = max(1, self.rows)  # depends only on the tar
-        if self._held and (self._held == self.block_rows or labels != self._labels):
+        held = len(self._block)
+        if held and (held == self.block_rows or labels != self._labels):
             self._end_block(start)
+        elif held > 1 and start - self._block_start > MAX_UNEVEN * self.block_bytes:
+            raise TooUnevenError
+        self._block.append(sample)
+        self._keys.append(sample.key)
         self._labels = labels
-
-    def _hold(self, found: TarSample | TarRun, keys: list[str]) -> None:
-        """Add samples to the current block."""
-        self._block.append(found)
-        self._keys += keys
-        self._held += len(keys)
-        self.rows += len(keys)
+        self.rows += 1
 
     def _labels_of(self, sample: TarSample) -> tuple[str, ...] | None:
         """Return the values of the axes; None if the sample is left out."""
@@ -288,73 +250,58 @@ class _TarScan:
 
     def _end_block(self, end: int) -> None:
         """End the block of the last samples, which extends from the end of the block before to `end`."""
-        self._runs.add(self._labels, self._held)
-        self._ended.append(_Block(end - self._block_start, self._held, self._block))
-        self._block_start, self._block, self._held = end, [], 0
+        self._runs.add(self._labels, len(self._block))
+        self._ended.append(_Block(end - self._block_start, self._block))
+        self._block_start, self._block = end, []
         if end - self._taken >= _CHECKED_BYTES:
             self._check_blocks()
 
     def _check_blocks(self) -> None:
         """Locate and check the values of the blocks that have ended; for each by itself, numpy would take longer."""
         blocks, self._ended = self._ended, []
-        sizes, rows = [block.size for block in blocks], [block.rows for block in blocks]
+        sizes, rows = [block.size for block in blocks], [len(block.samples) for block in blocks]
         data = self._stream.take(sum(sizes))
         self._blocks.add_small(data, sizes, rows)
-        found = [one for block in blocks for one in block.samples]
-        first = len(self._keys) - self._held - sum(rows)
-        self.report(sum(rows), 0)
-        table = np.stack([self._spans(name, kind, found, data) for name, kind in self._types.items()], 1)
+        samples = [sample for block in blocks for sample in block.samples]
+        self.report(len(samples), 0)
+        table = np.zeros((len(samples), len(self._types), 2), np.int64)  # offset 0: the value is missing
+        for place, name in enumerate(self._types):
+            members = {row: one.members[name] for row, one in enumerate(samples) if name in one.members}
+            if members:
+                table[list(members), place] = self._spans(name, list(members.values()), data)
         starts = np.repeat(np.cumsum([0, *sizes[:-1]]), rows)
-        self._located.add(data, table, lambda row: f"sample {self._keys[first + row]!r}", starts)
+        self._located.add(data, table, lambda row: f"sample {samples[row].key!r}", starts)
         self._taken = self._block_start
 
-    def _spans(
-        self, name: str, kind: FieldType, samples: Sequence[TarSample | TarRun], data: bytes
-    ) -> NDArray[np.int64]:
-        """Locate the values of a field in the next bytes: (rows, offset and size), 0 for missing ones."""
-        parts = []
-        for found in samples:
-            if isinstance(found, TarRun):
-                parts.append(self._run_spans(name, kind, found, data))
-                continue
-            member, span = found.members.get(name), (0, 0)
-            if member is not None:
-                skipped, size = self._locate(name, member)
-                span = (member.offset - self._taken + skipped, size)
-            parts.append(np.array([span], np.int64))
-        return np.concatenate(parts)
-
-    def _run_spans(self, name: str, kind: FieldType, run: TarRun, data: bytes) -> NDArray[np.int64]:
-        """Locate the values of a field that are whole members; if one of these is not, each by itself."""
-        place = run.fields.index(name)
-        which = slice(place, None, len(run.fields))
-        is_array = run.members.names[place].lower().endswith(".npy")
-        offsets, sizes = run.members.offsets[which] - self._taken, run.members.sizes[which]
-        is_whole = kind.is_opaque or not (is_array or self._located.is_payload.setdefault(name, False))
-        if is_whole and _are_whole(kind, np.frombuffer(data, np.uint8), offsets, sizes):
-            return np.stack([offsets, sizes], 1)
-        spans = np.array([self._locate(name, sample.members[name]) for sample in run.each()], np.int64)
-        return spans + np.stack([offsets, np.zeros_like(offsets)], 1)
+    def _spans(self, name: str, members: Sequence[Member], data: bytes) -> NDArray[np.int64]:
+        """Locate the values of a field in the next bytes: (members, offset and size)."""
+        kind, is_payload = self._types[name], self._located.is_payload
+        spans = np.array([(member.offset - self._taken, member.size) for member in members], np.int64)
+        odd = np.arange(len(members))  # members that are located one by one
+        if kind.is_opaque or not (
+            is_payload.get(name) or any(member.name.lower().endswith(".npy") for member in members)
+        ):
+            is_payload[name] = False
+            odd = np.flatnonzero(~_are_whole(kind, np.frombuffer(data, np.uint8), *spans.T))
+        for place in odd.tolist():
+            skipped, size = self._locate(name, members[place])
+            spans[place] = spans[place, 0] + skipped, size
+        return spans
 
 
 def _are_whole(
     kind: FieldType, octets: NDArray[np.uint8], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> bool:
-    """Return True if members are certainly values of a field from their first byte to their last."""
-    if kind.is_packed:
-        return False
-    if kind.kind == "bytes":
-        return True
+) -> NDArray[np.bool_]:
+    """Return which members are certainly values of a field from their first byte to their last."""
+    whole: NDArray[np.bool_] = np.full(len(sizes), kind.kind == "bytes")
     first = octets[np.minimum(offsets, len(octets) - 1)]
-    if kind.is_opaque:
-        return not ((first == BOM_UTF8[0]) & (sizes >= len(BOM_UTF8))).any()
-    if not _is_number_text(kind) or not ((sizes > 0) & (sizes < _DIGITS)).all():
-        return False
-    is_digit = [
-        (octets[np.minimum(offsets + place, offsets + sizes - 1)] - np.uint8(ord("0"))) < 10
-        for place in range(int(sizes.max()))
-    ]
-    return bool(np.all(is_digit) and ((first != ord("0")) | (sizes == 1)).all())
+    if kind.kind in ("str", "json"):
+        whole = (first != BOM_UTF8[0]) | (sizes < len(BOM_UTF8))
+    elif _is_number_text(kind):
+        whole = (sizes > 0) & (sizes < _DIGITS) & ((first != ord("0")) | (sizes == 1))
+        for place in range(min(int(sizes.max()), _DIGITS)):
+            whole &= octets[np.minimum(offsets + place, offsets + sizes - 1)] - np.uint8(ord("0")) < 10
+    return whole
 
 
 def _is_number_text(kind: FieldType) -> bool:

@@ -10,6 +10,7 @@ a name that is not UTF-8 makes its sample unreadable.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -125,31 +126,9 @@ def field_of(extension: str) -> str:
     return ".".join(parts) or FIELD_OF_EXTENSION.get(suffix, suffix)
 
 
-class Members(NamedTuple):
-    """Files that follow one another in a tar, by column."""
-
-    names: list[str]
-    buffer: bytes  # bytes of the tar that contain them
-    begins: NDArray[np.int64]  # and so on: see `Member`
-    sizes: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-
-    def part(self, start: int, stop: int) -> Members:
-        """Return some of them."""
-        which = slice(start, stop)
-        columns = (self.begins, self.sizes, self.starts, self.offsets)
-        return Members(self.names[which], self.buffer, *(column[which] for column in columns))
-
-    def each(self) -> Iterator[Member]:
-        """Yield them one by one."""
-        columns = (column.tolist() for column in self[2:])
-        return map(Member, self.names, itertools.repeat(self.buffer), *columns)
-
-
 def members_and_damage(
     stream: BinaryIO | Stream, where: str, *, one_name: bool = False, skip: bool = False
-) -> Iterator[Member | Members | SourceError]:
+) -> Iterator[Member | SourceError]:
     """Yield the members of a tar, read from its first byte to its end.
 
     With `skip`, yield the error of a damaged header if a valid one follows.
@@ -259,7 +238,7 @@ class _Reader:
             self._skip_bytes(_BLOCK)
         return None
 
-    def members(self) -> Iterator[Member | Members]:
+    def members(self) -> Iterator[Member]:
         start = 0
         while True:
             if not self._is_extended:
@@ -298,7 +277,7 @@ class _Reader:
             yield Member(name, buffer, begin, size, start, offset, why)
             start = self._at
 
-    def _plain_members(self) -> Iterator[Member | Members]:
+    def _plain_members(self) -> Iterator[Member]:
         """Yield the members at hand, up to the first without a plain header; headers are parsed at once."""
         if self._skip:
             self._skip -= 1
@@ -314,11 +293,13 @@ class _Reader:
             return
         self._skip_bytes(int(heads.offsets[-1] + padded(int(heads.sizes[-1]))) - self._next)
         columns = (heads.offsets, heads.sizes, heads.starts + origin, heads.offsets + origin)
+        facts = [itertools.repeat(data), *(column.tolist() for column in columns)]
         joined = b"\n".join(heads.names)
         if _PLAIN_NAMES.fullmatch(joined) and joined.count(b"\n") == count - 1:
-            yield Members(joined.decode().split("\n"), data, *columns)
+            made = functools.partial(tuple.__new__, Member)  # in C
+            yield from map(made, zip(joined.decode().split("\n"), *facts, itertools.repeat("")))
             return
-        for member, raw in zip(Members([""] * count, data, *columns).each(), heads.names, strict=True):
+        for member, raw in zip(map(Member, itertools.repeat(""), *facts), heads.names, strict=True):
             name, why = _text_or_why(raw.partition(b"\0")[0])
             yield member._replace(name=self._checked_name(name), why=why)
 

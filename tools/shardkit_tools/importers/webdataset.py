@@ -19,9 +19,8 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import groupby, pairwise
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 from shardkit.errors import SourceError
 from shardkit.extras import shell_word
@@ -44,7 +43,6 @@ from shardkit_tools.importers.source_files import LeftOut, check_suffixes, open_
 from shardkit_tools.importers.tar_members import (
     TEXTS,
     Member,
-    Members,
     field_of,
     members_and_damage,
     split_name,
@@ -198,11 +196,7 @@ def _value_or_bytes(extension: str, kind: str, data: bytes, where: str) -> objec
 def _samples(file: SourceFile, options: ImportOptions) -> Iterator[TarSample]:
     with open_plain(file) as stream:
         members = members_and_damage(stream, file.path, skip=options.skip_bad_rows)
-        for found in tar_samples(members, file.path, options.keeps):
-            if isinstance(found, TarRun):
-                yield from found.each()
-            else:
-                yield found
+        yield from tar_samples(members, file.path, options.keeps)
 
 
 def check_fields(
@@ -323,30 +317,9 @@ def _field_facts(extension: str, keeps: Callable[[str], bool]) -> tuple[str, str
     return name, why
 
 
-class TarRun(NamedTuple):
-    """Samples of the same fields that follow one another in a tar, by column."""
-
-    keys: list[str]
-    row: int  # number in the tar of the first
-    fields: tuple[str, ...]
-    members: Members  # of the first sample, in the order of the fields, then of the second, and so on
-
-    def part(self, start: int, stop: int) -> TarRun:
-        """Return some of the samples."""
-        width = len(self.fields)
-        members = self.members.part(start * width, stop * width)
-        return TarRun(self.keys[start:stop], self.row + start, self.fields, members)
-
-    def each(self) -> Iterator[TarSample]:
-        """Yield the samples one by one."""
-        members = self.members.each()
-        for row, key in enumerate(self.keys, self.row):
-            yield TarSample(key, row, dict(zip(self.fields, members, strict=False)))
-
-
 def tar_samples(
-    members: Iterable[Member | Members | SourceError], path: str, keeps: Callable[[str], bool] = bool
-) -> Iterator[TarSample | TarRun]:
+    members: Iterable[Member | SourceError], path: str, keeps: Callable[[str], bool] = bool
+) -> Iterator[TarSample]:
     """Yield the samples of a tar, without hidden files and the resource forks of macOS.
 
     A sample has an error if it or one of its fields appears twice, or a member has no extension or a format that is
@@ -360,106 +333,52 @@ def tar_samples(
     Raises:
         SourceError: The rest of the tar cannot be read; the samples before were yielded.
     """
-    grouping = _Grouping(path, keeps)
+    facts_of = functools.cache(functools.partial(_field_facts, keeps=keeps))
+    keys: set[str] = set()
+    sample: TarSample | None = None  # its members are being read
+    is_torn = False  # a damaged part precedes the next sample
+    last, row = "", 0  # key of the last sample; number of the next
     try:
-        for found in members:
-            if isinstance(found, SourceError):
-                yield from grouping.end(is_torn=True)
-                yield TarSample("", -1, {}, found)
-            elif isinstance(found, Members):
-                yield from grouping.add_all(found)
-            else:
-                yield from grouping.add(found)
+        for member in members:
+            if isinstance(member, SourceError):
+                if sample is not None:
+                    sample.is_torn = True
+                    yield sample
+                sample, is_torn = None, True
+                yield TarSample("", -1, {}, member)
+                continue
+            key, extension = split_name(member.name)
+            if not key or (is_torn and not _is_own_name(member.name)):
+                continue
+            if sample is None or key != sample.key:
+                if sample is not None:
+                    yield sample
+                is_rest = is_torn and key == last  # its first members are before a damaged part
+                error = None if is_rest or key not in keys else _repeated_key(path, member.name, key)
+                sample = TarSample(key, row, {}, error, is_torn)
+                keys.add(key)
+                last, row, is_torn = key, row + 1, False
+            name, why = facts_of(extension)
+            if name in sample.members:
+                why = f"a second member for the field {name!r} of one sample; rename or remove one"
+            if member.why or (why and sample.error is None):
+                what = f": {member.why}" if member.why else f" member {member.name!r}: {why}"
+                sample.error = SourceError(f"{path}{what}")
+            sample.members[name] = member
     except SourceError:
-        yield from grouping.end(is_torn=True)
+        if sample is not None:
+            sample.is_torn = True
+            yield sample
         raise
-    yield from grouping.end()
+    if sample is not None:
+        yield sample
 
 
-@dataclass
-class _Grouping:
-    """The sample whose members are being read, and facts about the members before."""
-
-    path: str
-    keeps: Callable[[str], bool]
-    _sample: TarSample | None = None
-    _is_torn: bool = False  # a damaged part precedes the next sample
-    _key: str = ""  # of the last sample
-    _row: int = 0  # of the next sample
-    _keys: set[str] = field(default_factory=set)
-    # extension → field, and why its members are not read, or ""
-    _facts: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    def end(self, *, is_torn: bool = False) -> Iterator[TarSample]:
-        """Yield the last sample, if there is one; with `is_torn`, it is next to a damaged part."""
-        if self._sample is not None:
-            self._sample.is_torn |= is_torn
-            yield self._sample
-        self._sample, self._is_torn = None, is_torn
-
-    def add_all(self, members: Members) -> Iterator[TarSample | TarRun]:
-        """Add members; whole samples of equal fields become runs."""
-        parts = list(map(split_name, members.names))
-        keys = [key for key, _ in parts]
-        starts = [place for place in range(1, len(keys)) if keys[place] != keys[place - 1]]
-        # the first and the last sample may have other members; hidden files have no key
-        groups = [] if "" in keys else list(pairwise(starts))
-        at = 0
-        for extensions, found in groupby(groups, lambda group: [one for _, one in parts[slice(*group)]]):
-            run = list(found)
-            start, stop = run[0][0], run[-1][1]
-            own = keys[start : stop : len(extensions)]
-            fields = self._fields_of(extensions)
-            for member in members.part(at, start).each():
-                yield from self.add(member)
-            at = start
-            if fields and not self._is_torn and len(set(own)) == len(own) and self._keys.isdisjoint(own):
-                yield from self.end()
-                yield TarRun(own, self._row, fields, members.part(start, stop))
-                self._keys.update(own)
-                self._key, self._row, at = own[-1], self._row + len(own), stop
-        for member in members.part(at, len(keys)).each():
-            yield from self.add(member)
-
-    def add(self, member: Member) -> Iterator[TarSample]:
-        """Add a member; the sample before it is complete if it has another key."""
-        name, is_torn = member.name, self._is_torn
-        key, extension = split_name(name)
-        if not key or (is_torn and not _is_own_name(name)):
-            return
-        if self._sample is None or key != self._key:
-            yield from self.end()
-            self._sample = TarSample(key, self._row, {}, None, is_torn)
-            is_rest = is_torn and key == self._key  # its first members are before a damaged part
-            if key in self._keys and not is_rest:
-                self._sample.error = SourceError(
-                    f"{self.path} member {name!r}: the sample {key!r} appears a second time in the tar: its members "
-                    "are not next to each other, or two samples have one name; write the tar again sorted by name "
-                    "(tar --sort=name), or rename one"
-                )
-            self._keys.add(key)
-            self._key, self._row = key, self._row + 1
-        sample = self._sample
-        name_of_field, why = self._facts_of(extension)
-        if name_of_field in sample.members:
-            why = f"a second member for the field {name_of_field!r} of one sample; rename or remove one"
-        if member.why:
-            sample.error = SourceError(f"{self.path}: {member.why}")
-        elif why and sample.error is None:
-            sample.error = SourceError(f"{self.path} member {name!r}: {why}")
-        sample.members[name_of_field] = member
-
-    def _facts_of(self, extension: str) -> tuple[str, str]:
-        facts = self._facts.get(extension)
-        if facts is None:
-            facts = self._facts[extension] = _field_facts(extension, self.keeps)
-        return facts
-
-    def _fields_of(self, extensions: Iterable[str]) -> tuple[str, ...]:
-        """Return the fields of the members of a sample; none if one of these is an error."""
-        facts = list(map(self._facts_of, extensions))
-        names = tuple(name for name, _ in facts)
-        return names if len(set(names)) == len(names) and not any(why for _, why in facts) else ()
+def _repeated_key(path: str, name: str, key: str) -> SourceError:
+    return SourceError(
+        f"{path} member {name!r}: the sample {key!r} appears a second time in the tar: its members are not next to "
+        "each other, or two samples have one name; write the tar again sorted by name (tar --sort=name), or rename one"
+    )
 
 
 def _is_own_name(name: str) -> bool:
