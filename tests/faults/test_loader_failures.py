@@ -314,8 +314,7 @@ except StoreError as error:
 """
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder"])
-@pytest.mark.parametrize("form", ["arrow", "tar"])
+@pytest.mark.parametrize(("form", "kind"), [("arrow", "pipe"), ("tar", "folder")])
 def test_a_shard_that_becomes_no_file_is_an_error_at_once(tmp_path: Path, form: Any, kind: str) -> None:
     root, row = tmp_path / "data", np.zeros(64, np.int64)
     with shardkit.create(str(root), schema={"x": "int64[64]"}, format=form, shard_size="16KiB",

@@ -213,8 +213,7 @@ def test_far_epochs_of_amended_plans_are_found_at_once(ds: shardkit.Dataset, fro
             wrong.set_epoch(2**62 - 1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [1, 5, 10, 11])
+@pytest.mark.parametrize(("workers", "stop"), [(0, 5), (0, 11), (2, 1), (2, 10)])
 def test_stateful_data_loader_resumes(
     ds: shardkit.Dataset, reference: list[Any], workers: int, stop: int
 ) -> None:
@@ -277,7 +276,7 @@ def test_a_loader_in_a_data_loader_is_refused(ds: shardkit.Dataset) -> None:
 
 # a refusal while workers are started leaves torch's own cleaning up with a worker that ended
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(("workers", "method"), [(0, None), (1, "fork"), (1, "forkserver")])
+@pytest.mark.parametrize(("workers", "method"), [(0, None), (1, "fork")])
 def test_accelerate_does_not_distribute_twice(ds: shardkit.Dataset, workers: int, method: str | None) -> None:
     parts = pytest.importorskip("accelerate.data_loader")
     pytest.importorskip("accelerate.state").PartialState(cpu=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import random
@@ -24,7 +23,7 @@ from torch.utils.data import get_worker_info, random_split  # noqa: E402
 import shardkit  # noqa: E402
 import shardkit.torch  # noqa: E402
 from shardkit.errors import UsageError  # noqa: E402
-from tests.drills import DRILLS, drill_cases, drill_count  # noqa: E402
+from tests.drills import DRILLS, drill_count  # noqa: E402
 from tests.integration.conftest import is_running  # noqa: E402
 
 # more workers than processors, on purpose
@@ -84,8 +83,10 @@ class Slow:
         return fields
 
 
-@pytest.mark.parametrize(("steps", "late"), [(7, (1, 2, 3)), (3, (3,)), (3, (0,)), (1, (0, 1))])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("steps", "late", "persistent"),
+    [(7, (1, 2, 3), False), (3, (3,), True), (3, (0,), False), (1, (0, 1), True)],
+)
 def test_workers_that_are_late_or_slow_change_nothing(
     ds: shardkit.Dataset, steps: int, late: tuple[int, ...], persistent: bool
 ) -> None:
@@ -99,11 +100,9 @@ def test_workers_that_are_late_or_slow_change_nothing(
         assert _steps(plain) == list(range(epoch * steps, (epoch + 1) * steps))
 
 
-@pytest.mark.slow
-@pytest.mark.drill
+@pytest.mark.drill(only=True)
 @pytest.mark.parametrize(
-    ("context", "persistent"),
-    drill_cases([("spawn", False), ("spawn", True), ("forkserver", False)], [2]),
+    ("context", "persistent"), [("spawn", False), ("spawn", True), ("forkserver", False)]
 )
 def test_workers_that_are_started_otherwise_change_nothing(
     ds: shardkit.Dataset, context: str, persistent: bool
@@ -115,18 +114,6 @@ def test_workers_that_are_started_otherwise_change_nothing(
     )  # fmt: skip
     assert [_steps(loader, 3), _steps(loader), _steps(loader)] == [[0, 1, 2], [3, 4], [5, 6, 7, 8, 9]]
     assert loader.state_dict()["step"] == 10
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("late", [(), (0, 1, 2), (2, 3)])
-def test_a_loop_that_is_left_early_continues(
-    ds: shardkit.Dataset, late: tuple[int, ...], persistent: bool
-) -> None:
-    loader = _loader(ds, 12, 4, worker_init_fn=Late(*late), persistent_workers=persistent)
-    seen = [_steps(loader, most) for most in (1, 3, 8, 12, 11, 1)]
-    borders = [0, 1, 4, 12, 24, 35, 36]
-    assert seen == [list(range(a, b)) for a, b in itertools.pairwise(borders)]
-    assert loader.epoch == 3
 
 
 def test_ranks_that_leave_a_loop_near_its_end_continue_at_the_same_step(ds: shardkit.Dataset) -> None:
@@ -182,11 +169,10 @@ def test_cells_are_batches_too(ds: shardkit.Dataset) -> None:
     assert [[cell.step for cell in cells] for cells in loader] == [[step] * 2 for step in range(5)]
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_processes_that_are_no_workers_have_loops_of_their_own(ds: shardkit.Dataset, method: str) -> None:
+def test_processes_that_are_no_workers_have_loops_of_their_own(ds: shardkit.Dataset) -> None:
     """Ranks that a launcher starts with one dataset in hand."""
     data = _data(ds, 7)
-    context: Any = multiprocessing.get_context(method)
+    context = multiprocessing.get_context("fork")
     queue = context.Queue()
     ranks = [context.Process(target=_two_epochs, args=(data, number, queue)) for number in range(3)]
     for rank in ranks:
@@ -224,22 +210,20 @@ import shardkit, shardkit.torch
 if __name__ == "__main__":
     ds = shardkit.open(sys.argv[1])
     data = shardkit.torch.dataset(ds, ds.plan(global_batch=8, lanes=2))
-    batches = iter(shardkit.torch.DataLoader(data, num_workers=2, multiprocessing_context=sys.argv[2]))
+    batches = iter(shardkit.torch.DataLoader(data, num_workers=2, multiprocessing_context="fork"))
     held = [next(batches) for _ in range(5)]
     print(*[one.pid for one in multiprocessing.active_children()], flush=True)
     sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize(("victim", "method"), [("trainer", "fork"), ("all", "spawn")])
-def test_killed_processes_leave_no_memory(
-    ds: shardkit.Dataset, tmp_path: Path, victim: str, method: str
-) -> None:
+@pytest.mark.parametrize("victim", ["trainer", "all"])
+def test_killed_processes_leave_no_memory(ds: shardkit.Dataset, tmp_path: Path, victim: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
-        [sys.executable, str(program), ds.reader.urls[0], method],
+        [sys.executable, str(program), ds.reader.urls[0]],
         stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True,
     ) as trainer:  # fmt: skip
         assert trainer.stdout is not None

@@ -14,13 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardkit
 from shardkit.errors import FormatError
 from shardkit.formats import NumberedKeys, Row, Schema, ShardIndex, ShardWriter, read_block, reading, xxh3
-from shardkit.loader import gather, plain_rows, resources
+from shardkit.loader import gather, plain_rows
 from shardkit.loader.block_loading import LocalShard, layout_of
 from shardkit.loader.gather import GatherColumns, RowAddresses
-from shardkit.loader.load_queue import ADDRESS, BLOCK, FILE, HASH, JOB, OFFSET, SIZE, LoadQueue
+from shardkit.loader.load_queue import ADDRESS, FILE, HASH, JOB, OFFSET, SIZE
 from shardkit_tools.adopting.files import ScannedBlocks
 from tests.property.facts_of_blocks import table
 
@@ -413,37 +412,3 @@ def test_numbers_at_the_very_start_of_a_block_read_nothing_before_it() -> None:
     found = _rows(stored.shard.schema, ["label"], placed[0][None], np.zeros_like(rows), rows)["label"]
     assert found[0] == 7
     assert found[1:].tolist() == [_sample(n)["label"] for n in range(1, 70)]
-
-
-@pytest.mark.parametrize("format", ["arrow", "tar"])
-@pytest.mark.parametrize("fields", [["label"], ["image", "label"], ["label", "text"], ["tokens"], ["ragged"]])
-def test_a_block_is_verified_once_whichever_way_it_goes(
-    format: str, fields: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verified: list[int] = []
-
-    def verify(stored: Any, index: Any, block: int, **how: Any) -> None:
-        verified.append(block)
-        verify_block(stored, index, block, **how)
-
-    class Queue(LoadQueue):
-        def add(self, jobs: Any) -> Any:
-            verified.extend(jobs[jobs[:, FILE] >= 0, BLOCK].tolist())
-            return super().add(jobs)
-
-    verify_block = reading.verify_block
-    monkeypatch.setattr(reading, "verify_block", verify)
-    monkeypatch.setattr(resources, "LoadQueue", Queue)
-    schema = {name: FIELDS[name] for name in fields}
-    with shardkit.create(tmp_path / "root", schema=schema, format=format, block_size="4KiB") as writer:
-        for number in range(300):
-            writer.add({name: _sample(number)[name] for name in fields})
-    ds = shardkit.open(tmp_path / "root")
-    verified.clear()
-    with ds.loader(ds.plan(global_batch=10), tensors=False) as loader:
-        loader.reads_on = False  # blocks of one epoch are counted
-        assert sum(len(batch.samples) for batch in loader) == 300
-        assert loader.stats()["block_loads"] == len(verified)
-    assert ds.manifest.shards == 1
-    assert sorted(verified) == list(range(max(verified) + 1))
-    assert len(verified) > 2

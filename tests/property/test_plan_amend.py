@@ -15,7 +15,6 @@ from tests.property.populations import populations
 
 few = settings(max_examples=15, deadline=None)
 shapes = st.tuples(st.sampled_from([1, 2, 3, 6, 12]), st.integers(1, 9))
-remainders = st.sampled_from(["drop", "short"])
 
 
 def natural(population: Population, shape: tuple[int, int], remainder: str = "drop", **more: object) -> Plan:
@@ -78,43 +77,6 @@ def without(population: Population, removed: np.ndarray) -> Population:
     return dataclasses.replace(
         population, identity="sha256:without", segment_rows=population.segment_rows - gone
     )
-
-
-@few
-@given(populations(max_rows=500), shapes, remainders, st.integers(0, 2), st.booleans(), st.data())
-def test_samples_are_removed_in_mid_epoch(population, shape, remainder, epoch, again, data):  # type: ignore[no-untyped-def]
-    """All others come exactly once in the epoch, before or after the step, and in all later epochs."""
-    parent = natural(population, shape, remainder)
-    assert parent.steps_per_epoch is not None
-    if again:  # in the rest of an epoch that was amended before
-        assume(remainder == "short" or population.rows >= 2 * parent.global_batch)
-        at = epoch * parent.steps_per_epoch + 1
-        parent = parent.amend(from_step=at, global_batch=2 * parent.global_batch, lanes=parent.lanes)
-    removed = np.array(
-        sorted(data.draw(st.sets(st.integers(0, population.rows - 1), min_size=1))), dtype=np.int64
-    )
-    left = population.rows - len(removed)
-    assume(left >= parent.global_batch or (remainder == "short" and left))
-    first, last = parent.epoch_bounds(
-        epoch * natural(population, shape, remainder).steps_per_epoch + (1 if again else 0)
-    )
-    at = data.draw(st.integers(max(first, parent.from_step), last - 1))
-    child = parent.amend(from_step=at, manifest=without(population, removed), removed=removed)
-    assert child.digest != parent.amend(from_step=at, manifest=without(population, removed)).digest
-    kept = np.delete(np.arange(population.rows), removed)  # by number in the other version
-    before = samples(parent, first, at)
-    bounds = child.epoch_bounds(at)
-    goes_on = at > first and getattr(child.grid, "steps", 1) > 0
-    after = kept[samples(child, at, bounds[1])] if goes_on or at == first else np.empty(0, dtype=np.int64)
-    seen = np.concatenate([before, after])
-    assert len(np.unique(seen)) == len(seen)
-    assert not np.isin(after, removed).any()
-    planned = samples(parent, first, last)  # the parent's epoch may drop some
-    lost = np.setdiff1d(np.setdiff1d(planned, removed), seen)
-    assert len(lost) == 0 if remainder == "short" else len(lost) < child.global_batch
-    start = bounds[1] if goes_on or at == first else at
-    whole = samples(child, start, start + child.loop_steps)
-    assert len(np.unique(whole)) == len(whole) > left - child.global_batch
 
 
 @few

@@ -36,38 +36,6 @@ def test_all_lanes_evenly_and_in_runs(world):  # type: ignore[no-untyped-def]
 
 
 @some
-@given(st.integers(1, 12), st.integers(1, 3), st.integers(1, 5), st.randoms(), st.booleans())
-def test_very_many_lanes_go_to_their_bytes_too(nodes, per_node, each, random, moves):  # type: ignore[no-untyped-def]
-    """Beyond 4,096 lanes, where a linear assignment takes too long: as good where lanes have one place each."""
-    ranks, lanes = nodes * per_node, 4097 + nodes * per_node * each
-    node_of = [rank // per_node for rank in range(ranks)]
-    worked = np.array(node_of)[list(assign(lanes, ranks).owner)]
-    hosts = random.sample(range(nodes), nodes)
-    table = np.zeros((lanes, nodes))
-    table[np.arange(lanes), np.array(hosts)[worked]] = 1 << 20
-    lost = random.randrange(nodes)
-    table[:, lost] = 0
-    given_out = assign(lanes, ranks, nodes=node_of, local_bytes=table)
-    counts = np.bincount(given_out.owner, minlength=ranks)
-    assert counts.max() - counts.min() <= 1
-    room = np.bincount(np.array(node_of)[list(given_out.owner)], minlength=nodes)
-    held = np.count_nonzero(table, axis=0)
-    got = table[np.arange(lanes), np.array(node_of)[list(given_out.owner)]]
-    assert np.count_nonzero(got) == np.minimum(held, room).sum(), "no node could have had more of its own"
-    for rank in range(ranks):
-        assert len(given_out.lanes_of(rank)) == counts[rank]
-    if moves and ranks > 1:
-        slower = [1.0] * (ranks - 1) + [0.5]
-        then = assign(
-            lanes, ranks, nodes=node_of, speeds=slower, local_bytes=table, previous=given_out, prefer="moves"
-        )
-        share = np.bincount(then.owner, minlength=ranks)
-        assert share[-1] < counts[-1]
-        moved = sum(a != b for a, b in zip(given_out.owner, then.owner, strict=True))
-        assert moved == np.maximum(0, counts - share).sum(), "only what a rank has too much of moves"
-
-
-@some
 @given(worlds, st.integers(1, 64), st.integers(1, 8))
 def test_a_changed_world_moves_no_lane_without_need(world, then, per_node):  # type: ignore[no-untyped-def]
     lanes, ranks = world

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ import shardkit
 from shardkit.dataset.encoding import RowEncoder, ordinal_identity, spool_batch
 from shardkit.dataset.rows import Rows, unwritten_records
 from shardkit.dataset.scratch import PartFiles, Parts, RowSpool, ScratchReader
-from shardkit.errors import FormatError, IntegrityError, SampleError
+from shardkit.errors import IntegrityError, SampleError
 from shardkit.formats import Row, Schema
 from tests.whole_shard import rows_of
 
@@ -127,23 +126,6 @@ def test_rows_come_back_as_they_went_in(
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(ROWS, min_size=1, max_size=20), st.integers(0, 99))
-def test_columns_survive_a_record(tmp_path: Path, rows: list[EncodedRow], seed: int) -> None:
-    spool, columns, _ = spooled(tmp_path, rows, seed, 100)
-    again, meta = Rows.from_bytes(columns.to_bytes({"part": "x"}))
-    spool.drop()
-    assert meta == {"part": "x"}
-    assert again.strata == columns.strata
-    for name in ("identity", "stratum", "raw_bytes", "split", "generated"):
-        assert getattr(again, name).tolist() == getattr(columns, name).tolist()
-    for name in ("batch", "row"):
-        assert getattr(again.records, name).tolist() == getattr(columns.records, name).tolist()
-    assert again.records.batches.tolist() == columns.records.batches.tolist()
-    with pytest.raises(FormatError):
-        Rows.from_bytes(columns.to_bytes({})[:-1])
-
-
 def test_a_row_larger_than_a_run_and_runs_sorted_by_the_order_of_the_layout(tmp_path: Path) -> None:
     rows = [EncodedRow(f"k{n}", None, None, (b"x" * (9_000_000 if n == 3 else 10), b"")) for n in range(8)]
     spool, columns, parts = spooled(tmp_path, rows, 5, 1000)
@@ -201,18 +183,3 @@ def test_the_writer_leaves_no_scratch_behind_when_it_dies_with_the_process(tmp_p
     (tmp_path / "tmp" / dead).write_bytes(b"rows")
     shardkit.create(tmp_path, {"n": "int64"}).abort()
     assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_a_scratch_file_is_an_arrow_stream(tmp_path: Path) -> None:
-    schema = Schema.parse({"text": "str", "tokens": "int32[*]", "box": "float32[4]?"})
-    samples = [
-        {"text": f"t{n}", "tokens": list(range(n)), "box": [n] * 4 if n % 2 else None} for n in range(9)
-    ]
-    rows = [
-        EncodedRow(f"k{n}", None, None, schema.encode(sample, where="")) for n, sample in enumerate(samples)
-    ]
-    spool, _, _ = spooled(tmp_path, rows, None, 500, schema=schema)
-    table = pa.ipc.open_stream(str(tmp_path / spool.name)).read_all()
-    assert table["text"].to_pylist() == [f"t{number}" for number in range(9)]
-    assert table["tokens"].to_pylist() == [list(range(number)) for number in range(9)]
-    assert table["box"].to_pylist()[7] == [7, 7, 7, 7]

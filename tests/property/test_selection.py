@@ -64,19 +64,6 @@ def test_outside_is_refused(mask: list[bool], outside: int) -> None:
             selection.select([wrong])
 
 
-def test_a_million_rows() -> None:
-    random = np.random.default_rng(3)
-    mask = random.random(1_000_003) < 0.25
-    selection = Selection.from_mask(mask)
-    rows = np.flatnonzero(mask)
-    queries = random.integers(0, len(rows), 200_000)
-    assert np.array_equal(selection.select(queries), rows[queries])
-    assert np.array_equal(selection.select(np.arange(len(rows))), rows)
-    assert np.array_equal(selection.rank(rows), np.arange(len(rows)))
-    shaped = queries.reshape(400, 500)
-    assert np.array_equal(selection.select(shaped), rows[shaped])
-
-
 def test_rare_and_dense_selections_are_small() -> None:
     for every in (1, 100_000):
         mask = np.arange(1_000_000) % every == 0

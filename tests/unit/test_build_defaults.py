@@ -6,7 +6,6 @@ import functools
 import json
 import platform
 import sys
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,23 +210,6 @@ def test_errors_of_shardkit_keep_their_kind(doubler: Any, jobs: int) -> None:
 def test_a_bug_arrives_with_its_traceback(doubler: Any) -> None:
     with LocalEngine(2) as processes, pytest.raises(RunError, match=r"(?s)bug.*ZeroDivisionError.*line"):
         list(processes.run(functools.partial(doubler, 2), [1, "bug"], nothing))
-
-
-def test_the_parent_sleeps_while_one_process_works_and_the_other_has_nothing_to_do(
-    doubler: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = 0
-
-    def counted(*arguments: Any, **settings: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return wait(*arguments, **settings)
-
-    with LocalEngine(2) as processes:
-        list(processes.run(functools.partial(doubler, 2), [1, 2], nothing))
-        monkeypatch.setattr(engines, "wait", counted)
-        list(processes.run(functools.partial(doubler, 2), ["slow", 1], nothing))
-    assert calls <= 4, "one per message: two results and a report"
 
 
 # ---- What of the Ray engine can be shown without Ray: versions that differ, errors

@@ -69,39 +69,6 @@ def _start(ds: shardkit.Dataset, plan: Plan, caches: list[Path], **more: Any) ->
         return list(pool.map(begin, range(len(caches))))
 
 
-def _refetched(ds: shardkit.Dataset, plan: Plan, loaders: list[Loader], had: dict[int, set[int]]) -> float:
-    """Share of all blocks that nodes read in the epoch and did not have."""
-    assert plan.steps_per_epoch is not None
-    missing = 0
-    for rank, loader in enumerate(loaders):
-        samples = plan.steps(0, plan.steps_per_epoch, loader.lanes).ravel()
-        missing += len(set(ds.rows.locate(samples).block.tolist()) - had.get(rank, set()))
-    return missing / ds.rows.blocks
-
-
-def test_a_restart_on_permuted_hosts_fetches_what_the_lost_one_had(
-    ds: shardkit.Dataset, plan: Plan, tmp_path: Path
-) -> None:
-    assert plan.steps_per_epoch is not None
-    caches = [tmp_path / f"node-{n}" for n in range(8)]
-    held = {}
-    for node, lanes in enumerate(assign(LANES, 8).shares()):
-        _fill(caches[node], ds, plan, lanes)
-        samples = plan.steps(0, plan.steps_per_epoch, lanes).ravel()
-        held[node] = set(ds.rows.locate(samples).block.tolist())
-    hosts = [5, 2, 7, 0, 3, 6, 1]  # of node 4 nothing is left; another one is in its place
-    again = [*(caches[n] for n in hosts), tmp_path / "new"]
-    had = {rank: held[n] for rank, n in enumerate(hosts)}
-    near = _start(ds, plan, again, run=tmp_path / "run")
-    assert sorted(lane for one in near for lane in one.lanes) == list(range(LANES))
-    assert {len(one.lanes) for one in near} == {2}
-    assert [one.lanes for one in near[:7]] == [assign(LANES, 8).shares()[n] for n in hosts]
-    assert _refetched(ds, plan, near, had) <= 1 / 8 + 0.02
-    fixed = _start(ds, plan, again, assignment="fixed")
-    assert [one.lanes for one in fixed] == assign(LANES, 8).shares()
-    assert _refetched(ds, plan, fixed, had) >= 7 / 8 - 0.02
-
-
 def test_the_same_ranks_on_the_same_nodes_go_on_with_what_the_ledger_has(
     ds: shardkit.Dataset, plan: Plan, tmp_path: Path
 ) -> None:

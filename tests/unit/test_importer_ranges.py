@@ -130,14 +130,12 @@ def test_tables_where_rows_are_not_lines_stay_whole(
     monkeypatch.setattr(line_ranges, "_RANGE_BYTES", 1000)
     for piece in (64, 101, 1 << 20):
         monkeypatch.setattr(line_ranges, "READ_BYTES", piece)
-        for _ in range(5):
-            at = random.Random(piece).randrange(100, 400)
-            text = lines(at) + inside + lines(400 - at)
-            (tmp_path / "a.csv").write_bytes(b"a,b,c\n" + text.encode())
-            (task,) = open_source(
-                str(tmp_path / "a.csv"), "csv", ImportOptions(field_types={"a": "str"})
-            ).tasks()
-            assert task.stop is None
+        at = random.Random(piece).randrange(100, 400)
+        text = lines(at) + inside + lines(400 - at)
+        (tmp_path / "a.csv").write_bytes(b"a,b,c\n" + text.encode())
+        options = ImportOptions(field_types={"a": "str"})
+        (task,) = open_source(str(tmp_path / "a.csv"), "csv", options).tasks()
+        assert task.stop is None
 
 
 def test_errors_in_a_range_name_the_row_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

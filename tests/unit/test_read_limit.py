@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from shardkit.reading.request_limit import RequestLimit, ResponseTimes
+from shardkit.reading.request_limit import RequestLimit
 
 SIZE = 1 << 20
 
@@ -71,22 +69,3 @@ def test_a_limit_that_is_not_reached_does_not_grow(limit: RequestLimit) -> None:
         limit.answered(SIZE, 0.02)
         limit.release()
     assert free_slots(limit) == 16
-
-
-def test_quantiles_are_those_of_answers_of_the_same_size() -> None:
-    times, draw = ResponseTimes(), random.Random(1)
-    small, large = ([draw.uniform(low, 2 * low) for _ in range(64)] for low in (0.01, 0.5))
-    for count, (one, other) in enumerate(zip(small, large, strict=True)):
-        assert (times.quantile(1000, 0.5) is None) == (count < 16)
-        times.note(1000, one)
-        times.note(SIZE, other)
-    assert min(small) == times.quantile(1000, 0.0)
-    assert max(large) == times.quantile(SIZE, 1.0)
-    assert small.index(times.quantile(1000, 0.5)) >= 0  # type: ignore[arg-type]
-    assert sorted(small)[24] <= (times.quantile(1000, 0.5) or 0) <= sorted(small)[40]
-    assert not times.is_queued(SIZE, max(large))
-    assert times.is_queued(1000, 0.05)
-    for _ in range(128):
-        times.note(1000, 1.0)
-    assert times.quantile(1000, 0.0) == 1.0, "only the last 128 answers count"
-    assert not times.is_queued(1000, 1.5)

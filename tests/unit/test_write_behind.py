@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -36,18 +35,6 @@ class Sink:
 
 
 @pytest.mark.parametrize("is_small", [False, True])
-def test_everything_arrives_in_order(is_small: bool) -> None:
-    sink, syncs = Sink(), []
-    pieces = [bytes([n]) * (n % 7 + 1) for n in range(200)]
-    with WriteBehind(sink, lambda: syncs.append(1), is_small=is_small) as behind:
-        for piece in pieces:
-            behind.write(piece)
-        behind.flush()
-        assert bytes(sink.data) == b"".join(pieces)
-    assert (threading.current_thread().name in sink.threads) == is_small
-
-
-@pytest.mark.parametrize("is_small", [False, True])
 def test_what_is_done_beside_is_waited_for_and_fails_where_it_is_asked_for(is_small: bool) -> None:
     def fails() -> int:
         raise StoreError("no room for the index")
@@ -59,18 +46,6 @@ def test_what_is_done_beside_is_waited_for_and_fails_where_it_is_asked_for(is_sm
         assert good() == 7
         with pytest.raises(StoreError, match="the index"):
             bad()
-
-
-def test_the_disk_is_asked_to_sync_while_there_is_more_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_writing, "_SYNC_BYTES", 100)
-    monkeypatch.setattr(shard_writing, "_WRITTEN_TOGETHER", 1)
-    syncs: list[int] = []
-    with WriteBehind(Sink(), lambda: syncs.append(1), is_small=False) as behind:
-        for _ in range(50):
-            behind.write(b"x" * 60)
-            time.sleep(0.001)
-        behind.flush()
-    assert 2 <= len(syncs) <= 25
 
 
 @pytest.mark.parametrize("what", ["write", "sync"])
