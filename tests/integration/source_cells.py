@@ -34,7 +34,7 @@ TABLE = pa.table(
         "raw": [bytes(range(n)) for n in range(COUNT)],
         "vector": pa.array([[n, n + 1, n + 2] for n in range(COUNT)], pa.list_(pa.int32(), 3)),
         "maybe": pa.array([n if n % 4 else None for n in range(COUNT)], pa.int16()),
-        "large": pa.array([2**63 + n for n in range(COUNT)], pa.uint64()),
+        "large": pa.array([2**63 + n if n else 0 for n in range(COUNT)], pa.uint64()),
         "flag": [n % 3 == 0 for n in range(COUNT)],
         "word": pa.array([f"w{n % 5}" for n in range(COUNT)]).dictionary_encode(),
         "tokens": pa.array([list(range(n % 6)) for n in range(COUNT)], pa.list_(pa.int32())),
