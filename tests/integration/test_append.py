@@ -13,7 +13,6 @@ import shardkit_tools
 from shardkit.dataset.about import unpack_sources
 from shardkit.errors import CommitConflict, NotFoundError, SampleError, ShardkitError, UsageError
 from shardkit.repository.repository import Repository
-from shardkit.repository.versions import load_manifest
 from shardkit_tools.building import build_run, engines
 
 SETTINGS: dict[str, Any] = {
@@ -201,16 +200,6 @@ def test_a_build_that_fails_to_commit_goes_on(tmp_path: Path, monkeypatch: pytes
     resumed = shardkit_tools.build(two, tmp_path / "a", **SETTINGS, append=True)
     assert resumed.reused_shards == resumed.shards
     assert resumed.manifest == shardkit_tools.build(two, tmp_path / "b", **SETTINGS, append=True).manifest
-
-
-def test_a_longer_version_passes_every_check_of_a_fresh_one(tmp_path: Path) -> None:
-    add(tmp_path, range(400))
-    add(tmp_path, range(400, 500), append=True)
-    repository = Repository.open(tmp_path)
-    for ref in ("main", "train", "val"):
-        version = load_manifest(repository, repository.resolve(ref))
-        plan = shardkit.open(f"{tmp_path}@{ref}").plan(global_batch=16)
-        assert plan.steps_per_epoch == version.manifest.selected // 16
 
 
 APPENDED = [

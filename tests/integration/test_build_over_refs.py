@@ -118,21 +118,6 @@ def test_of_three_builds_at_once_one_wins_and_the_others_are_told(tmp_path: Path
     assert len(Repository.open(root).log()) == 1 + 2 + is_there
 
 
-def test_the_loser_puts_its_version_in_place_when_it_is_told_to(tmp_path: Path) -> None:
-    root = tmp_path / "data"
-    loser = waiting(tmp_path, "a", "build", lines(tmp_path / "a.jsonl", 1), root, "--jobs", 1)
-    while not (tmp_path / "begun-a").exists():
-        assert loser.poll() is None, loser.ended()
-    output_of("build", lines(tmp_path / "b.jsonl", 2), root)
-    came = refs(root)["main"]
-    (tmp_path / "go").touch()
-    code, _, err = loser.ended()
-    assert code == 1
-    assert came in err
-    assert re.search(rf"moved main +from {came} to", output_of("build", tmp_path / "a.jsonl", root))
-    assert shardkit.open(root)[0] == {"n": 1}
-
-
 def test_two_builds_of_the_same_source_both_succeed(tmp_path: Path) -> None:
     root, source = tmp_path / "data", lines(tmp_path / "a.jsonl", *range(9))
     builds = [
