@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -58,6 +59,20 @@ def start(run: Path, dataset: str, **more: Any) -> Summary:
     return train(load_configuration(None, settings(run, dataset, **more)))
 
 
+@pytest.fixture(scope="module")
+def finished(texts: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; not to be written to."""
+    path = tmp_path_factory.mktemp("finished") / "run"
+    assert start(path, texts).finished
+    return path
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
 def keys_of(run: Path, field: str = "") -> dict[int, list[str]]:
     """Keys, or values of a field, of the samples that the run's branch consumed, by step."""
     record = load_run(run)
@@ -76,10 +91,8 @@ def starts(run: Path) -> list[int]:
     return [one["step"] for one in read_documents(run / "events.jsonl") if one["event"] == "start"]
 
 
-def test_a_run_goes_back_and_skips_steps(tmp_path: Path, texts: str) -> None:
+def test_a_run_goes_back_and_skips_steps(run: Path, texts: str) -> None:
     """A finished run is amended in its middle; a second start, with more steps, does not go back again."""
-    run = tmp_path / "run"
-    assert start(run, texts).finished
     before = keys_of(run)
     code, told = call("amend", run, "--skip", "5:8", "--message", "spike", "--json")
     assert code == 0, told
@@ -168,12 +181,11 @@ def test_a_poisoned_source_spikes_and_the_run_goes_back(tmp_path: Path) -> None:
     assert "no checkpoint of step 13; there are those of steps: 4, 8, 12, 16, 20, 24, 26" in told
 
 
-def test_a_run_goes_back_and_keeps_its_plan(tmp_path: Path, texts: str) -> None:
+def test_a_run_goes_back_and_keeps_its_plan(run: Path, tmp_path: Path, texts: str) -> None:
     """A rewind alone keeps the amendments, of later steps too; it can be undone until a start has gone back."""
-    run, path = tmp_path / "run", tmp_path / "run.toml"
+    path = tmp_path / "run.toml"
     path.write_text("")
     command = ["train", path, *settings(run, texts)]
-    assert call(*command)[0] == 0
     assert call("amend", run, "--skip", "8:9")[0] == 0
     assert call(*command)[0] == 0
     before = keys_of(run)
@@ -282,10 +294,8 @@ def test_a_job_that_is_killed_before_a_change_applies_it_once(tmp_path: Path, te
     assert audit_run(run).exit_code == 0
 
 
-def test_a_change_that_comes_too_late_is_undone(tmp_path: Path, texts: str) -> None:
+def test_a_change_that_comes_too_late_is_undone(run: Path, texts: str) -> None:
     """As by a command that was stopped for a while before it recorded the change."""
-    run = tmp_path / "run"
-    assert start(run, texts).finished
     fields = {name: getattr(amend_run(run, ChangeRequest(skip=(4, 6))), name) for name in FIELDS}
     undo_amendment(run)
     with running(run, texts, **{"checkpoint.every": 2}) as job:
@@ -303,11 +313,9 @@ def test_a_change_that_comes_too_late_is_undone(tmp_path: Path, texts: str) -> N
 
 
 def test_of_two_changes_at_once_the_second_is_refused(
-    tmp_path: Path, texts: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, texts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second command has read the run before the first one recorded its change."""
-    run = tmp_path / "run"
-    assert start(run, texts).finished
 
     def later(*arguments: Any, **more: Any) -> Any:
         monkeypatch.undo()
