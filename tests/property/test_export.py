@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import math
 import os
 import shlex
@@ -126,22 +125,6 @@ def test_built_again_it_is_the_same(
         assert canonical(again, types) == canonical(ds, types)
         if form != "jsonl":
             assert list(map(again.key, range(len(again)))) == list(map(ds.key, range(len(ds))))
-
-
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_a_build_without_shuffle_keeps_the_order_of_the_source(jobs: int, tmp_path: Path) -> None:
-    for file in range(7):
-        lines = (json.dumps({"n": 100 * file + row, "text": "x" * 90}) for row in range(100))
-        (tmp_path / f"{file}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    shardkit_tools.build(
-        str(tmp_path / "*.jsonl"),
-        str(tmp_path / "data"),
-        shuffle=False,
-        jobs=jobs,
-        shard_size="8KiB",
-        block_size="1KiB",
-    )
-    assert [sample["n"] for sample in shardkit.open(tmp_path / "data")] == list(range(700))
 
 
 def test_members_have_the_names_that_webdataset_gives_them(tmp_path: Path) -> None:

@@ -65,34 +65,6 @@ def test_blocks_aim_at_the_block_size(drawn, shard_size, block_size):  # type: i
         assert (block_rows + 1) * mean > block_size
 
 
-MIB = 2**20
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1_000, 3 * MIB), st.integers(200, 400), st.booleans(), st.booleans(),
-       st.sampled_from([256 * 1024, 300 * 1024]))  # fmt: skip
-def test_large_rows_get_blocks_of_a_mebibyte_by_default(mean, mebibytes, asked, shuffle, block_size):  # type: ignore[no-untyped-def]
-    random = np.random.default_rng(mean)
-    count = max(1, mebibytes * MIB // mean)
-    sizes = np.maximum(1, random.normal(mean, mean / 8, min(count, 3000))).astype(np.int64)
-    table = RowTable(
-        random.integers(0, 2**64, (len(sizes), 2), dtype=np.uint64), np.zeros(len(sizes), np.int32), sizes
-    )
-    kind = LayoutSettings(shuffle=shuffle, shard_size=64 * MIB, block_size=block_size)
-    plain, layout = lay_out(table, 1, kind), lay_out(table, 1, kind, large_blocks=asked)
-    assert layout.shard_start.tolist() == plain.shard_start.tolist()
-    if not asked or not shuffle or block_size != 256 * 1024 or sizes.sum() < 256 * MIB:
-        assert layout.block_rows.tolist() == plain.block_rows.tolist()
-        return
-    for shard, (small, rows) in enumerate(
-        zip(plain.block_rows.tolist(), layout.block_rows.tolist(), strict=True)
-    ):
-        typical = sizes[rows_of(layout, shard)].mean()
-        assert rows in (small, 8) or (small < rows < 8 and (rows + 1) * typical > MIB)
-        assert rows * typical <= max(MIB, typical)
-        assert rows >= 8 or 2 * rows * typical > MIB
-
-
 @settings(max_examples=100, deadline=None)
 @given(tables(), st.integers(1, 6000))
 def test_without_shuffle_a_stratum_keeps_its_order(drawn, shard_size):  # type: ignore[no-untyped-def]

@@ -19,8 +19,6 @@ from shardkit.errors import (
     StateError,
     UsageError,
 )
-from shardkit.ledger import read_journal
-from shardkit.ledger.journal import JournalFile
 from shardkit.loader import Batch
 
 ROWS = 1003
@@ -142,21 +140,6 @@ def test_batch_transform_sees_the_same_generators(dataset: shardkit.Dataset) -> 
     one = next(iter(dataset.loader(plan, transform=per_sample, tensors=False)))
     other = next(iter(dataset.loader(plan, batch_transform=per_batch, tensors=False)))
     np.testing.assert_array_equal(one["noise"], other["noise"])
-
-
-def test_the_journal_holds_what_was_handed_out(dataset: shardkit.Dataset, tmp_path: Path) -> None:
-    plan = dataset.plan(global_batch=20, lanes=5)
-    loader = dataset.loader(plan, run=tmp_path, tensors=False)
-    for batch in loader:
-        if batch.step == 6:
-            break
-    loader.close()
-    (path,) = (tmp_path / "journal").iterdir()
-    header, records = JournalFile(path).header, list(read_journal(path))
-    assert header is not None
-    assert (header.manifest, header.plan) == (dataset.manifest.id, plan.digest)
-    assert [(r.step, r.lane) for r in records] == [(s, lane) for s in range(7) for lane in range(5)]
-    assert all(r.digest == plan.cell_digest(r.step, r.lane) for r in records)
 
 
 def test_the_least_memory_is_kept_to_and_changes_nothing(dataset: shardkit.Dataset) -> None:

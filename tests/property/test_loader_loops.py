@@ -108,19 +108,6 @@ def test_a_loop_that_is_closed_late_takes_nothing_from_the_next(ds: shardkit.Dat
             loader.seek(0)
 
 
-def test_a_loop_that_has_handed_out_its_last_step_ends_like_any_other(ds: shardkit.Dataset) -> None:
-    with ds.loader(_plan(ds), tensors=False) as loader:
-        first = iter(loader)
-        steps = [next(first).step for _ in range(STEPS)]
-        second = iter(loader)  # reads ahead over the border
-        assert next(first, None) is None
-        assert steps + [batch.step for batch in second] == list(range(2 * STEPS))
-        for batch in loader:
-            if batch.step == 3 * STEPS - 1:
-                loader.seek(4)
-        assert next(iter(loader)).step == 4
-
-
 def test_a_loop_ends_with_an_error_when_another_thread_closes_the_loader(ds: shardkit.Dataset) -> None:
     entered, go_on = threading.Event(), threading.Event()
 

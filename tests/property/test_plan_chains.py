@@ -245,21 +245,6 @@ def test_a_large_stratum_that_becomes_rare_goes_on_with_its_pass(change: dict[st
             assert (step, lane, slot) in [child.locate(sample, number) for number in range(5)]
 
 
-def test_lanes_of_tapes_in_different_passes_are_levelled() -> None:
-    """Every change of lanes used to leave some rows a pass behind, for ever."""
-    population = Population.of("sha256:level", ["a", "b"], [(s, t, 24) for s in range(10) for t in (0, 1)], 4)
-    plan = make_plan(population, global_batch=12, lanes=3, weights={"a": 5})
-    times = np.zeros(population.rows, dtype=np.int64)
-    at = 0
-    for turn in range(30):
-        until = at + 7 + turn % 4
-        np.add.at(times, plan.steps(at, until).ravel(), 1)
-        stratum = np.repeat(population.segment_stratum, population.segment_rows)
-        assert all(np.ptp(times[stratum == s]) <= 2 for s in (0, 1)), turn
-        at = until
-        plan = plan.amend(from_step=at, lanes=(6, 3, 3, 6)[turn % 4])
-
-
 def test_locate_in_a_rest_costs_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     population = Population.of("sha256:rest", ["a"], [(s, 0, 20_000) for s in range(50)], 100)
     plan = make_plan(population, global_batch=64, lanes=8)

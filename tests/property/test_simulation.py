@@ -15,7 +15,6 @@ from shardkit.plan import make_plan
 from shardkit_tools.simulation.cluster import Cluster, with_changes
 from shardkit_tools.simulation.reading import BlockMap, open_population
 from shardkit_tools.simulation.run import prepare, simulate_lanes, simulate_shuffle
-from shardkit_tools.simulation.timing import BlockFetching, RankLoads
 
 SMALL = [
     "model=none",
@@ -115,36 +114,3 @@ def test_a_full_shuffle_reads_at_least_the_dataset_once(unit: str, seed: int) ->
     one_node = cluster(1, 1, f"seed={seed}", "cache=100MB")
     again = simulate_shuffle(one_node, prepare(one_node), unit="sample", budget=10**9)["epochs"]
     assert [one["egress_bytes"] for one in again] == [60_000_000, 0]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=20),
-    st.integers(1, 4),
-    st.integers(1, 20),
-    st.integers(1, 5),
-)
-def test_faster_stores_are_never_later(sizes: list[int], servers: int, ahead: int, threads: int) -> None:
-    count = len(sizes)
-    ones, step = np.ones(count, dtype=bool), np.arange(count)
-    loads = RankLoads(0, step, np.maximum(0, step - 2), np.array(sizes, dtype=np.int64), ones, ones)
-
-    def ends(latency: str) -> float:
-        described = with_changes(
-            Cluster(),
-            [
-                "ranks=1",
-                f"latency={latency}",
-                f"concurrency={servers}",
-                f"ahead={ahead}B",
-                f"threads={threads}",
-            ],
-        )
-        rank, now = BlockFetching(described, loads), 0.0
-        for _ in range(count):
-            now += rank.wait(now) + 1.0
-        return now
-
-    slow, fast = ends("5s"), ends("2s")
-    assert fast <= slow + 1e-9
-    assert slow >= max(5.0 * -(-count // (servers + threads)), 5.0 + count)

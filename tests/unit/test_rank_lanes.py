@@ -331,17 +331,6 @@ def third_at_half_speed(rank: int, _lanes: int, _step: int) -> float:
     return 2.0 if rank == 2 else 1.0
 
 
-def test_a_move_that_made_it_worse_is_taken_back_on_all_ranks() -> None:
-    group = Group(4, 16)
-
-    def crowded(rank: int, lanes: int, _step: int) -> float:
-        return third_at_half_speed(rank, 0, 0) * (3.0 if lanes > 4 else 1.0)
-
-    owned = [group.step(number, crowded) for number in range(40)]
-    assert [decision["undoes"] for decision in group.records] == [0, 1]
-    assert owned[-1] == owned[0] != owned[12]
-
-
 def test_a_seek_deals_evenly_again_and_going_on_does_not() -> None:
     group = Group(4, 16)
     for number in range(20):
