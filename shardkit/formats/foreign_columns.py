@@ -100,7 +100,7 @@ class ForeignColumns:
             self._refuse(
                 row,
                 f"field {name!r} holds no bytes, only a path; save the dataset with the files embedded (save_to_disk "
-                "and to_parquet do so by default)",
+                "and push_to_hub do so, to_parquet does not)",
             )
         return media_bytes(column)
 

@@ -373,6 +373,7 @@ def encode_value(kind: FieldType, value: object, where: str, name: str) -> bytes
         text = repr(value)
     except RecursionError:
         text = "nested too deep to show"
+    text = re.sub(r"\n *", " ", text)  # of an array
     text = text if len(text) <= 80 else text[:77] + "…"
     raise SampleError(f"{where}: field {name!r} ({kind}) cannot take {type(value).__name__} {text}: {why}")
 
@@ -427,6 +428,9 @@ def _encode_numbers(kind: FieldType, value: object) -> bytes:
         expected, fits = "one dimension of any length", array.ndim == 1
     else:
         expected, fits = f"shape {shape}", array.shape == shape
+        if array.ndim == len(shape) > 0:
+            free = (str(n) if n == size else "*" for n, size in zip(shape, array.shape, strict=True))
+            expected += f"; where sizes vary, the type is {items.dtype}[{','.join(free)}]"
     if not fits:
         raise Unfit(f"its shape is {array.shape}, expected {expected}")
     if array is not value and array.dtype.kind == "f" and not hasattr(value, "__array__"):

@@ -22,7 +22,7 @@ from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt, located_rows
 from shardkit_tools.building.build_run import build
-from shardkit_tools.importers import ImportOptions
+from shardkit_tools.importers import ImportOptions, mds
 
 ZSTD = zstandard.ZstdCompressor()
 UNSIZED = zstandard.ZstdCompressor(write_content_size=False)
@@ -116,8 +116,9 @@ def test_binary_columns_are_not_read_as_text(
     ids=["shorter", "two frames", "no size", "cut", "not compressed"],
 )
 def test_frames_of_another_size_are_refused(
-    tmp_path: Path, make: Callable[[bytes], bytes], message: str
+    tmp_path: Path, make: Callable[[bytes], bytes], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mds, "_SCAN_ROWS", 1)
     both = iter([ZSTD.compress, make])  # the first shard is decompressed for its types
     write_mds(tmp_path / "mds", compressor=SimpleNamespace(compress=lambda body: next(both)(body)))
     with pytest.raises(SourceError, match=rf"shard\.00001\.mds\.zstd: .*{message}"):
@@ -197,13 +198,17 @@ def test_damaged_shards_are_named(tmp_path: Path, case: str) -> None:
         adopt([tmp_path / "mds"], tmp_path / "root", block_size="8KiB")
 
 
-def test_shards_that_the_index_does_not_list_are_reported(tmp_path: Path) -> None:
-    """A writer that is killed leaves shards without an entry."""
-    write_mds(tmp_path / "mds")
-    shutil.copy(tmp_path / "mds/shard.00001.mds", tmp_path / "mds/shard.00002.mds")
-    result = adopt([tmp_path / "mds"], tmp_path / "root")
+@pytest.mark.parametrize("make", [build, adopt])
+def test_shards_that_are_not_listed_or_have_no_rows_are_reported(
+    tmp_path: Path, make: Callable[..., Any]
+) -> None:
+    """Streaming writes a shard without rows before a row that is larger than its limit."""
+    write_mds(tmp_path / "mds", (0, 0, 320, 320, 500))
+    shutil.copy(tmp_path / "mds/shard.00001.mds", tmp_path / "mds/other.mds")
+    result = make(tmp_path / "mds", tmp_path / "root")
     assert result.rows == 500
-    assert "left out what the index does not list (1): shard.00002.mds" in result.notes
+    assert "left out what the index does not list (1): other.mds" in result.notes
+    assert "left out shards without rows (2): shard.00000.mds, shard.00002.mds" in result.notes
 
 
 REFUSED: dict[str, tuple[list[str], dict[str, Any], type[ShardkitError], str]] = {

@@ -30,7 +30,7 @@ from shardkit.copies.verify import verify
 from shardkit.errors import ShardkitError, UsageError
 from shardkit_tools.adopting import adopt, line_files
 from shardkit_tools.building.build_run import build
-from shardkit_tools.importers import ImportOptions, line_ranges, open_source
+from shardkit_tools.importers import ImportOptions, line_ranges, mds, open_source, webdataset
 from tests.pictures import PNG
 from tests.servers.object_stores import s3_client
 
@@ -538,6 +538,37 @@ def test_class_numbers_with_other_names_in_other_files_are_said(
     _, said = way(tmp_path / "tables", tmp_path / "root")
     assert "the numbers of animal mean other classes in other files" in said
     assert f"['cat', 'dog'] in a.{suffix}, ['dog', 'cat'] in b.{suffix}" in said
+
+
+@pytest.mark.parametrize("kind", ["tar", "mds"])
+def test_floats_that_become_wider_after_inference_are_not_rounded(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(webdataset, "_SCAN_SAMPLES", 2)
+    monkeypatch.setattr(mds, "_SCAN_ROWS", 2)
+    arrays = [np.full((2, 3), 0.1, "f8" if row == 2 else "f4") for row in range(4)]
+    if kind == "tar":
+        (tmp_path / "x.tar").write_bytes(
+            tar_of([(f"{n}.x.npy", npy_of(one)) for n, one in enumerate(arrays)])
+        )
+    else:
+        (tmp_path / "x.mds").mkdir()
+        data = [bytes([66 if one.itemsize == 8 else 34, 2 << 2, 2, 3]) + one.tobytes() for one in arrays]
+        values = [struct.pack("<I", len(one)) + one for one in data]
+        ends = np.cumsum([4 + 4 * 5, *map(len, values)]).astype("<u4")
+        body = struct.pack("<I", 4) + ends.tobytes() + b"".join(values)
+        (tmp_path / "x.mds" / "shard.mds").write_bytes(body)
+        shard = {"format": "mds", "samples": 4, "raw_data": {"basename": "shard.mds", "bytes": len(body)}}
+        shard |= {"column_names": ["x"], "column_encodings": ["ndarray"], "column_sizes": [None]}
+        (tmp_path / "x.mds" / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+    source = tmp_path / f"x.{kind}"
+    with pytest.raises(ShardkitError, match=r"'x' is an array of float64, .*--schema x='float64\[2,3\]'"):
+        built(source, tmp_path / "root")
+    rows, said = built(source, tmp_path / "skip", skip=True)
+    assert [row["x"].tolist() for row in rows] == [arrays[n].tolist() for n in (0, 1, 3)]
+    assert "float64" in said
+    rows, _ = built(source, tmp_path / "wide", field_types={"x": "float64[2,3]"})
+    assert [row["x"].tolist() for row in rows] == [one.tolist() for one in arrays]
 
 
 @WAYS

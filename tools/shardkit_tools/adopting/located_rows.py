@@ -181,7 +181,8 @@ def refuse_array(kind: FieldType, dtype: str, shape: tuple[int, ...], note: str,
     """Raise SourceError unless an array has the type of its field."""
     is_shaped = len(shape) == 1 if kind.kind == "ragged" else shape == kind.shape
     if dtype != kind.numpy_dtype.str or note or not is_shaped:
-        ragged = f", or give --schema with {kind.dtype}[*]" if kind.kind == "array" else ""
+        is_list = kind.kind == "array" and len(shape) == len(kind.shape) == 1
+        ragged = f", or give --schema with {kind.dtype}[*]" if is_list else ""
         raise SourceError(
             f"{where}: an array of dtype {dtype} and shape {shape}{note}, expected {kind}; {BUILD_INSTEAD}{ragged}"
         )
@@ -208,7 +209,7 @@ class MdsFolder(AdoptableFiles):
             if shard.compression:
                 size = max(shard.file.size, shard.raw_bytes)
                 check_block_size(shard.file.path, "the compressed shard", size, MAX_WHOLE_BYTES)
-            if head_bytes(shard) > shard.raw_bytes or not shard.rows:
+            if head_bytes(shard) > shard.raw_bytes:
                 raise SourceError(
                     f"{shard.file.path}: {shard.file.size} bytes for {shard.rows} rows; write the dataset again"
                 )

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from shardkit.errors import SourceError, UsageError
 from shardkit.formats import FieldType
 from shardkit.formats.strict_json import parse_json
-from shardkit_tools.importers.numpy_arrays import array_type, common_array
+from shardkit_tools.importers.numpy_arrays import array_type, check_precision, common_array, float_fields
 from shardkit_tools.importers.protocol import (
     FileImporter,
     ImportOptions,
@@ -37,7 +37,7 @@ from shardkit_tools.importers.protocol import (
     SourceSample,
     SourceTask,
 )
-from shardkit_tools.importers.source_files import name_files, open_packed, read_file
+from shardkit_tools.importers.source_files import LeftOut, name_files, open_packed, read_file
 
 MDS_INDEX = "index.json"
 _PACKED = {"zstd": "zst", "gz": "gz", "bz2": "bz2"}  # compression in the index → `open_packed`
@@ -73,7 +73,7 @@ class MdsImporter(FileImporter):
 
     def _rows(self, task: SourceTask) -> SampleStream:
         """Yield the rows; a field that cannot be decoded is a failure of its row only."""
-        shard = self.shards[task.start]
+        shard, floats = self.shards[task.start], float_fields(self.fields, self.options)
         for row, fields in enumerate(_rows(shard, self.encodings)):
             try:
                 sample = {
@@ -83,6 +83,8 @@ class MdsImporter(FileImporter):
                     for (name, encoding, _), data in zip(self.encodings, fields, strict=True)
                     if name in self.fields
                 }
+                for name, dtype in floats.items():
+                    check_precision(sample[name], dtype, name, f"{shard.file.path} row {row}")
             except SourceError as error:
                 yield SourceFailure(shard.file.name, row, error)
                 continue
@@ -97,7 +99,7 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
         hint = (
             f"name one of its splits, such as {os.path.join(source.given, inside[0])}"
             if inside
-            else "write it again"
+            else "give the folder, with its index"
         )
         raise SourceError(f"{source.given}: {MDS_INDEX} is missing; {hint}")
     where = by_name[MDS_INDEX].path
@@ -114,10 +116,16 @@ def open_mds(source: Source, options: ImportOptions) -> MdsImporter:
         raise SourceError(f"{where}: the index lists the shard {twice!r} twice; write the dataset again")
     if unused := [name for name in by_name if ".mds" in os.path.basename(name) and name not in used]:
         source.notes.append(name_files("left out what the index does not list", unused))
+    # Streaming writes a shard without rows where the first row is larger than its limit for a shard
+    if empty := [shard.file.name for shard in shards if not shard.rows]:
+        source.notes.append(name_files("left out shards without rows", empty))
+    shards = [shard for shard in shards if shard.rows]
     types = {}
-    examples = list(itertools.islice(_rows(shards[0], encodings), _SCAN_ROWS))
+    bad = LeftOut(options.skip_bad_rows)
+    rows = itertools.chain.from_iterable(bad.before_damage(_rows(shard, encodings)) for shard in shards)
+    examples = list(itertools.islice(rows, _SCAN_ROWS))
     if not examples:
-        raise SourceError(f"{shards[0].file.path}: the first shard has no rows; write the dataset again")
+        raise bad.no_samples(source.given, "no shard has rows; write the dataset again")
     for place, (name, encoding, _) in enumerate(encodings):
         if not options.keeps(name):
             continue
@@ -155,7 +163,10 @@ def _entries(index: object, where: str) -> list[dict[str, Any]]:
         raise SourceError(f"{where}: not an index of MDS shards of version 2; write the dataset again")
     for entry in shards:
         if entry.get("format") != "mds":
-            raise SourceError(f"{where}: a shard has the format {entry.get('format')!r}; only mds is read")
+            raise SourceError(
+                f"{where}: a shard has the format {entry.get('format')!r}, and only mds is read by its index; give "
+                f"a glob of the shards, such as '{os.path.dirname(where)}/shard.*.{entry.get('format')}'"
+            )
     return shards
 
 
@@ -191,7 +202,7 @@ def _shard(entry: dict[str, Any], by_name: dict[str, SourceFile], where: str) ->
     )
     name = lies.get("basename")
     if name not in by_name:
-        raise SourceError(f"{where}: the shard {name!r} is missing; fetch the folder again")
+        raise SourceError(f"{where}: the shard {name!r} is missing; give the folder with all of its files")
     file = by_name[str(name)]
     if file.size != lies.get("bytes"):
         raise SourceError(
@@ -325,7 +336,8 @@ _SHAPE_DTYPES = ("<u1", "<u2", "<u4", "<u8")
 _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
            64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
 _PIXELS = {"L": (), "RGB": (3,), "RGBA": (4,)}
-_PLAIN = {"bytes": "bytes", "jpeg": "bytes", "png": "bytes", "jpeg_array": "bytes", "json": "json", "str": "str",
+_PLAIN = {"bytes": "bytes", "jpeg": "bytes", "png": "bytes", "jpeg_array": "bytes",
+          "jpegarray": "bytes", "json": "json", "str": "str",
           "str_decimal": "str", "int": "int64", "str_int": "int64", "str_float": "float64"}  # fmt: skip
 _TEXTS = ("str", "json", "str_int", "str_float", "str_decimal", "bytes")
 _ARRAYS = ("ndarray", "pil")
@@ -360,7 +372,8 @@ def _field_type(encoding: str, example: bytes, where: str) -> str:
         return _PLAIN[name]
     if name not in _ARRAYS:
         raise SourceError(
-            f"{where}: the encoding {encoding!r} is not read; write the column as bytes, json or an array"
+            f"{where}: the encoding {encoding!r} is not read; keep its bytes with --schema and the type bytes, leave "
+            "it out with --drop, or write the column as bytes, json or an array"
         )
     array = np.asarray(_value_of(encoding, example, where))
     if name == "ndarray" and ":" not in settings and array.ndim == 1:

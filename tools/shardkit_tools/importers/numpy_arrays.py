@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from shardkit.dataset.encoding import RowOrigin
 from shardkit.errors import SampleError, SourceError
+from shardkit.extras import shell_word
 from shardkit.formats import FieldType
 from shardkit.formats.arrow_writing import arrow_array, arrow_schema
 from shardkit.formats.sample_columns import encode_column
@@ -304,6 +305,22 @@ def common_array(known: str, found: str) -> str | None:
     if dtype != other or not (sizes and other_sizes) or sizes.count(",") != other_sizes.count(","):
         return None
     return f"{dtype}[{','.join(a if a == b else '*' for a, b in pairs)}]"
+
+
+def float_fields(fields: Mapping[str, FieldType], options: ImportOptions) -> dict[str, np.dtype[Any]]:
+    """Return the dtype of each field for which floats were inferred."""
+    items = {name: kind.items or kind for name, kind in fields.items() if name not in options.field_types}
+    return {name: kind.numpy_dtype for name, kind in items.items() if kind.numpy_dtype.kind == "f"}
+
+
+def check_precision(array: object, dtype: np.dtype[Any], name: str, where: str) -> None:
+    """Refuse an array of floats that the inferred dtype of its field would round."""
+    if isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.itemsize > dtype.itemsize:
+        wide = f"{shell_word(name)}={shell_word(array_type(array.dtype, array.shape))}"
+        raise SourceError(
+            f"{where}: field {name!r} is an array of {array.dtype.name}, and {dtype.name} was inferred from the "
+            f"samples before it; make the arrays alike, or say the type, such as --schema {wide}"
+        )
 
 
 def _open_fields(source: Source, options: ImportOptions) -> NumpyImporter:

@@ -283,7 +283,10 @@ def _index_of(source: Source) -> str | None:
     ):  # written by `save_to_disk`
         return "huggingface"
     bases = {name.rpartition("/")[2] for name in names}
-    return "mds" if "index.json" in bases and any(".mds" in base for base in bases) else None
+    shards = any(
+        ".mds" in base or base.endswith(".meta") for base in bases
+    )  # .meta: of Streaming's CSV, JSON
+    return "mds" if "index.json" in bases and shards else None
 
 
 def _is_mds_index(file: SourceFile) -> bool:

@@ -27,7 +27,13 @@ from shardkit.extras import shell_word
 from shardkit.formats.cells import cell_value
 from shardkit.formats.schema import FieldType
 from shardkit.formats.strict_json import parse_json
-from shardkit_tools.importers.numpy_arrays import array_type, common_array, read_array
+from shardkit_tools.importers.numpy_arrays import (
+    array_type,
+    check_precision,
+    common_array,
+    float_fields,
+    read_array,
+)
 from shardkit_tools.importers.protocol import (
     MIXED,
     FileImporter,
@@ -76,6 +82,7 @@ class WebDatasetImporter(FileImporter):
         (file,) = task.files
         types = {name: str(kind.required) for name, kind in self.fields.items()}
         optional = {name for name, kind in self.fields.items() if kind.optional}
+        floats = {} if self.options.unchecked else float_fields(self.fields, self.options)
         read = _value_or_bytes if self.options.unchecked else value_of
         found = None
         for found in _samples(file, self.options):
@@ -94,6 +101,8 @@ class WebDatasetImporter(FileImporter):
                     )
                     for name, member in members.items()
                 }
+                for name, dtype in floats.items():
+                    check_precision(sample.get(name), dtype, name, where)
             except SourceError as error:
                 yield SourceFailure(file.name, found.row, error)
                 continue
@@ -129,10 +138,11 @@ def open_webdataset(source: Source, options: ImportOptions) -> WebDatasetImporte
                 try:
                     found = field_type_of(member.extension, member.data, f"{where} .{member.extension}")
                     types[name] = _common_type(types.get(name, found), found, f"{where} .{member.extension}")
-                except SourceError:
-                    if not options.unchecked:
-                        raise
-                    types[name] = MIXED
+                except SourceError as error:
+                    if options.unchecked:
+                        types[name] = MIXED
+                    else:
+                        bad.add(error)
     if not (types or left_out):
         raise bad.no_samples(source.given, "the tar holds no samples; give tars with samples in them")
     for name, count in counts.items():
