@@ -66,6 +66,7 @@ from shardkit_tools.importers.source_files import (
 
 _SCAN_ROWS = 100_000
 _HEADER_BYTES = 1 << 16
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n?|\n)|[^\r\n]+")
 _INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)\Z")
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
 _NOT_FINITE = re.compile(r"(?:nan|NaN|[+-]?(?:inf|Inf|Infinity|infinity))\Z")
@@ -159,7 +160,7 @@ class CsvImporter(LineImporter):
         def parse(data: bytes, name_of: LineName, is_last: bool) -> LineRows:
             return split_rows(data, delimiter, self.quote, name_of, encoding=self.encoding, is_last=is_last)
 
-        lines = (line for piece in self.pieces(file) for line in piece.splitlines(keepends=True))
+        lines = (line[0] for piece in self.pieces(file) for line in _LINE.finditer(piece))
         block = next(parse_pieces(file, lines, parse), None)
         header: list[str] | SourceError = block.rows[0] if block is not None and block.rows else []
         if isinstance(header, SourceError):
@@ -361,10 +362,12 @@ class _Column:
         self.kinds |= dict.fromkeys(kinds - self.kinds.keys(), "")
 
     def _number_kinds(self, texts: Any) -> set[str] | None:
-        """Return the kinds of cells if all are certainly finite numbers; None if `_kind` must tell."""
+        """Return the kinds of cells if all are certainly finite numbers, or one is text; None if `_kind` must tell."""
         if not len(texts):
             return set()
         first = _kind(texts[0].as_py())
+        if first == "str":
+            return {first}
         if first not in ("int64", "inexact", "float64") or _have_odd_zeros(texts):
             return None
         # a cast that fails takes long, and integers are numbers, too

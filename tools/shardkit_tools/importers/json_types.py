@@ -4,13 +4,14 @@
     string → str    true, false → bool             object, list → json
 
 Two of these types in one field are an error that names both rows: the user decides how to resolve it, and
-``--schema field=json`` always works. Rows are looked at by column; one by one only where a column has something new.
+``--schema field=json`` always works. Rows are looked at by column; a row that does not fit is found by bisection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import EllipsisType, NoneType
 from typing import Any
 
@@ -54,42 +55,33 @@ class _FieldFacts:
     negative: bool = False
     inexact: int | None = None  # an integer that float64 would change
 
-    def hold(self, values: Sequence[Any], types: set[type]) -> bool:
-        """Return True if values of these types certainly add nothing; False means that each must be learned."""
-        if not types <= _TYPES[self.kind]:
-            return False
+    def learn(self, name: str, values: Sequence[Any], where: str) -> _FieldFacts:
+        """Return the facts with more values; of an error, `where` is right if there is one value."""
+        known, types = self, set(map(type, values))
+        for kind in map(_KINDS.__getitem__, types):
+            if kind != known.kind:
+                if {kind, known.kind} != {"int64", "float64"}:
+                    raise SourceError(
+                        f"{where}: field {name!r} is {_short(values[0])}, but {_short(self.value)} in {self.where}; "
+                        f"make them alike, or pass --schema {shell_word(name)}=json"
+                    )
+                known = replace(known, kind="float64")
         if int not in types:
-            return True
+            return known
         integers = values if types == {int} else [value for value in values if type(value) is int]
         low, high = min(integers), max(integers)
-        return (
-            (low >= 0 or (self.negative and low >= _MIN_INT64))
-            and (high <= LARGEST_INT64 or (self.unsigned and high <= _MAX_UINT64))
-            and (max(-low, high) <= EXACT_INTEGER or self.inexact is not None)
-        )
-
-    def learn(self, name: str, value: object, where: str) -> _FieldFacts:
-        """Return the facts with another value."""
-        kind = _KINDS[type(value)]
-        known = self
-        if kind != self.kind:
-            if {kind, self.kind} != {"int64", "float64"}:
-                raise SourceError(
-                    f"{where}: field {name!r} is {_short(value)}, but {_short(self.value)} in {self.where}; "
-                    f"make them alike, or pass --schema {shell_word(name)}=json"
-                )
-            known = replace(self, kind="float64")
-        if type(value) is not int:
-            return known
-        if not _MIN_INT64 <= value <= _MAX_UINT64:
+        if low < _MIN_INT64 or high > _MAX_UINT64:
             raise SourceError(
-                f"{where}: field {name!r} is {value}, which no 64-bit integer holds; write it as a string"
+                f"{where}: field {name!r} is {values[0]}, which no 64-bit integer holds; write it as a string"
             )
+        inexact = self.inexact
+        if inexact is None and max(-low, high) > EXACT_INTEGER:
+            inexact = next((value for value in integers if not is_exact(value)), None)
         return replace(
             known,
-            negative=self.negative or value < 0,
-            unsigned=self.unsigned or value > LARGEST_INT64,
-            inexact=self.inexact if is_exact(value) else value,
+            negative=self.negative or low < 0,
+            unsigned=self.unsigned or high > LARGEST_INT64,
+            inexact=inexact,
         )
 
     def conclude(self, name: str) -> str:
@@ -142,52 +134,42 @@ class TypeInference:
         Raises:
             SourceError: A row is an error, or does not fit the rows before it; unless rows are skipped.
         """
-        start, some = 0, 1  # more rows are looked at one by one as long as they have something new
-        while not self._add_plain(rows[start:]):
-            for number, row in enumerate(rows[start : start + some], start):
-                try:
-                    if isinstance(row, ShardkitError):
-                        raise row
-                    self._add_row(row, name_of(number))
-                except SourceError as error:
-                    self._bad.add(error)
-            start, some = start + some, 2 * some
+        try:
+            self._learn(rows, name_of)
+            return
+        except SourceError as error:
+            if len(rows) == 1:
+                self._bad.add(error)
+                return
+        half = len(rows) // 2  # a row that does not fit is found by bisection
+        self.add(rows[:half], name_of)
+        self.add(rows[half:], lambda number: name_of(half + number))
 
-    def _add_plain(self, rows: Sequence[Any]) -> bool:
-        """Count rows that have nothing new; return False if some may have."""
-        if not set(map(type, rows)) <= {dict} or not self._valued.keys() >= set().union(*rows):
-            return False
-        counts = {}
-        for name in self._valued:
+    def _learn(self, rows: Sequence[Any], name_of: Callable[[int], str]) -> None:
+        """Learn from all rows, by column, or from none if one does not fit."""
+        for row in rows:
+            if isinstance(row, ShardkitError):
+                raise row
+        learned, counts = dict[str, _FieldFacts](), dict[str, int]()
+        for name in dict.fromkeys(chain.from_iterable(rows)):
             values = [value for row in rows if (value := row.get(name)) is not None]
             counts[name] = len(values)
             if not values or name in self._given or name in self._mixed:
                 continue
             known = self._facts.get(name)
-            if known is None or not known.hold(values, set(map(type, values))):
-                return False
-        for name, count in counts.items():
-            self._valued[name] += count
-        self.rows += len(rows)
-        return True
-
-    def _add_row(self, row: Mapping[str, object], where: str) -> None:
-        learned: dict[str, _FieldFacts] = {}
-        for name, value in row.items():
-            if value is None or name in self._given or name in self._mixed:
-                continue
-            known = self._facts.get(name)
+            if known is None:
+                first = next(number for number, row in enumerate(rows) if row.get(name) is not None)
+                known = _FieldFacts(_KINDS[type(values[0])], name_of(first), values[0])
             try:
-                known = known or _FieldFacts(_KINDS[type(value)], where, value)
-                learned[name] = known.learn(name, value, where)
+                learned[name] = known.learn(name, values, name_of(0))
             except SourceError:
-                if self._bad.allowed or not self._unchecked:
+                if self._bad.allowed or not self._unchecked or len(rows) > 1:
                     raise
                 self._mixed.add(name)
         self._facts |= learned
-        self.rows += 1
-        for name, value in row.items():
-            self._valued[name] = self._valued.get(name, 0) + (value is not None)
+        self.rows += len(rows)
+        for name, count in counts.items():
+            self._valued[name] = self._valued.get(name, 0) + count
 
     def types(self) -> dict[str, str]:
         """Return field → type text; optional if a row lacks the field or has null; json if it is null in every row."""
