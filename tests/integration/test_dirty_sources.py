@@ -388,6 +388,11 @@ def test_an_mds_index_without_shards_is_no_sample(way: Way, tmp_path: Path) -> N
     for given in (source, source / "index.json"):
         with pytest.raises(ShardkitError, match=r"index\.json: the index lists no shards"):
             way(given, tmp_path / "root")
+    (source / "index.json").write_text('{"version": 2, "shards": [{"format": "csv"}]}')
+    for name in ("shard.00000.csv", "shard.00000.csv.meta"):  # of Streaming's writer of CSV
+        (source / name).write_text("n\n1\n")
+    with pytest.raises(ShardkitError, match=r"has the format 'csv', .*shard\.\*\.csv"):
+        way(source, tmp_path / "root")
 
 
 @WAYS

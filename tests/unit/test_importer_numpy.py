@@ -374,7 +374,7 @@ def test_files_without_their_index(tmp_path: Path) -> None:
     (tmp_path / "b.bin").write_bytes(bytes(2))
     with pytest.raises(SourceError, match=r"look like files of tokens.*--from tokens"):
         open_source(str(tmp_path))
-    with pytest.raises(SourceError, match=r"b\.idx is missing"):
+    with pytest.raises(SourceError, match=r"b\.idx is not among the files"):
         open_source(str(tmp_path), "tokens")
     (tmp_path / "b.idx").write_bytes(megatron("uint16", [[1]], [0, 1]))
     with pytest.raises(UsageError, match=r"--dtype and --row are for files of tokens without an index"):

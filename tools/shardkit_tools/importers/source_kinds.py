@@ -91,6 +91,7 @@ _UNREAD = re.compile(
 )
 _MAX_INDEX_BYTES = 64 << 20  # of an MDS folder without its shards
 _CHUNK = re.compile(r"(?:^|/)chunk-\d+-\d+(?:\.\w+)?\.bin$")
+_STREAMING = re.compile(r"\.mds|\.(json|[ctx]sv)\.meta$")  # shards of MDS; of JSON, CSV and the like
 _WORD = re.compile(r"[^a-z]")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NESTED = ("parquet", "arrow", "jsonl", "huggingface")
@@ -278,15 +279,11 @@ def detect(source: Source) -> str:
 def _index_of(source: Source) -> str | None:
     """Return the importer whose index is among the files, or None."""
     names = {file.name for file in source.files}
-    if (
-        "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names
-    ):  # written by `save_to_disk`
+    if "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names:  # of `save_to_disk`
         return "huggingface"
     bases = {name.rpartition("/")[2] for name in names}
-    shards = any(
-        ".mds" in base or base.endswith(".meta") for base in bases
-    )  # .meta: of Streaming's CSV, JSON
-    return "mds" if "index.json" in bases and shards else None
+    has_shards = any(map(_STREAMING.search, bases))
+    return "mds" if "index.json" in bases and has_shards else None
 
 
 def _is_mds_index(file: SourceFile) -> bool:

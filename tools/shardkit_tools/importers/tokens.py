@@ -73,7 +73,7 @@ def _open_token_file(file: SourceFile, options: ImportOptions) -> ArrayFile:
     if not options.dtype or not options.row:
         raise UsageError(
             f"{file.path}: nothing says of which type its tokens are; state type and row, such as --dtype uint16 "
-            "--row 2048"
+            f"--row 2048; if it has an index, give both files: '{file_stem(file.path)}.*'"
         )
     if options.dtype not in _TOKEN_TYPES or options.row < 1:
         raise UsageError(
@@ -156,7 +156,8 @@ def open_documents(source: Source, options: ImportOptions) -> TokenDocuments:
     if alone := sorted(bins.keys() ^ indexes.keys()):
         missing = "idx" if alone[0] in bins else "bin"
         raise SourceError(
-            f"{source.given}: {alone[0]}.{missing} is missing; files with an index come in pairs of .bin and .idx"
+            f"{source.given}: {alone[0]}.{missing} is not among the files; files with an index come in pairs of .bin "
+            f"and .idx: give the folder, or a glob such as '{alone[0]}.*'"
         )
     pairs = tuple((file, indexes[stem]) for stem, file in bins.items())
     tasks: list[SourceTask] = []
