@@ -168,7 +168,7 @@ class Loader:
         loop = self._loop()
         if loop is not None and loop.is_under_way:
             with loop.turn():
-                one = self._read(loop.left, self._lanes_ahead(loop.left[0])).peek()
+                one = loop.run(lambda one: self._read(one.left, self._lanes_ahead(one.left[0])).peek())
         else:
             start = self._next_start
             one = self._read(self._steps_from(start), self._lanes_ahead(start)).peek()

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from shardkit.arrays import Int64s
-from shardkit.errors import UsageError
 from shardkit.loader.batch import Batch, EpochCounts, LoaderCounts, StepBatches, may_pin, to_tensors
 from shardkit.loader.block_memory import MemoryBound
 from shardkit.loader.block_window import BlockWindow, GroupBlocks
@@ -157,9 +156,8 @@ class _Step(NamedTuple):
 class Pipeline:
     """Reads steps ahead of the trainer, epoch after epoch; each step is taken once.
 
-    After an error every later call raises it again, so a loop that failed cannot look complete. With `goes_on` the next
-    epoch is read after the last of `numbers` is planned. `prefetch` is the number of finished steps that may wait, if
-    it was changed while the loader ran; otherwise 0.
+    An error closes it. With `goes_on` the next epoch is read after the last of `numbers` is planned. `prefetch` is the
+    number of finished steps that may wait, if it was changed while the loader ran; otherwise 0.
 
     Attributes:
         lanes: lanes that are read.
@@ -208,7 +206,6 @@ class Pipeline:
             self._output = setup.device.feed(self._output, lambda: self.queued[1])
         self._next: StepBatches | None = None
         self._waited_s = 0.0  # seconds that the next step was waited for
-        self._error: Exception | None = None
 
     def _steps_ahead(self, changed: int) -> int:
         """Return how many finished steps may wait; 0 to gather each step in the trainer's own `next`."""
@@ -234,8 +231,6 @@ class Pipeline:
 
     def peek(self) -> StepBatches | None:
         """Return the next step; None after the last one, or if the pipeline was closed."""
-        if self._error is not None:
-            raise self._error
         if self._next is None:
             started = time.perf_counter()
             try:
@@ -247,10 +242,6 @@ class Pipeline:
             except BaseException as error:
                 if self._stopping.is_set() and isinstance(error, Exception):
                     return None  # another thread has closed the pipeline during the wait
-                if not isinstance(error, Exception):
-                    text = f"this loop was interrupted by {type(error).__name__}"
-                    error = UsageError(f"{text}; iterate again, or load a state")
-                self._error = error
                 self.close()
                 raise
             self._waited_s = time.perf_counter() - started
@@ -292,6 +283,11 @@ class Pipeline:
             self._ahead.close()
         self._groups.close()
         self._output = iter(())
+
+    @property
+    def is_closed(self) -> bool:
+        """True if it reads no more steps: it was closed, met an error or has delivered the last one."""
+        return self._stopping.is_set()
 
     def _next_epoch(self, left: range) -> range:
         """Return the steps of the next epoch, which are read after `left`; an empty range if none are."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from shardkit.telemetry.recorder import BlockTimes, RunWatch
 
 __all__ = ["LiveLoader", "LoaderResources", "Loop"]
+
+T = TypeVar("T")
 
 _ENOUGH_FILES: Final = 4096  # for a training program with its workers, sockets and pipes
 _OWN_THREADS = "shardkit-"  # prefix of the names of all threads that this library starts
@@ -101,7 +103,7 @@ class LoaderResources:
     def read(self, numbers: range, lanes: list[int], allocate: Allocate, *, goes_on: bool) -> Pipeline:
         """Return the pipeline that reads these steps of these lanes next; open one unless it does already."""
         pipeline = self._pipeline
-        if pipeline is None or pipeline.left != numbers or pipeline.lanes != lanes:
+        if pipeline is None or pipeline.is_closed or pipeline.left != numbers or pipeline.lanes != lanes:
             self.close_pipeline()
             self.read_ahead(numbers, lanes)
             self.memory.serve(len(lanes))
@@ -256,7 +258,9 @@ class Loop(Iterator[Batch]):
     """Iterator over the steps of one epoch; ``iter(loader)`` returns one.
 
     `hand_out` returns the next batch; `finish` is called when another one is requested after the last step, and `leave`
-    when the loop is ended before it.
+    when the loop is ended before it. After an error every later call raises it again, so a loop that failed cannot look
+    complete. Only the loop refers to its error: a traceback refers to the loader, which would never be collected if
+    anything did that lives until the loader is closed.
     """
 
     def __init__(
@@ -271,6 +275,7 @@ class Loop(Iterator[Batch]):
         self.left = numbers  # not handed out yet
         self.stop = stop  # the first step of the next epoch
         self.ended_by: str | None = None  # reason why it ended before its last step, or what came after it
+        self._error: Exception | None = None
         self._turn, self._process = threading.Lock(), os.getpid()
 
     def __next__(self) -> Batch:
@@ -280,9 +285,7 @@ class Loop(Iterator[Batch]):
             if not self.left:
                 self._finish(self)
                 raise StopIteration
-            if self.ended_by is not None:
-                raise self.ended()
-            return self._hand_out(self)
+            return self.run(self._hand_out)
         finally:
             self._turn.release()
 
@@ -294,6 +297,22 @@ class Loop(Iterator[Batch]):
             yield
         finally:
             self._turn.release()
+
+    def run(self, work: Callable[[Loop], T]) -> T:
+        """Return the result of `work` on this loop, or raise the error with which the loop has ended or failed."""
+        if self.ended_by is not None:
+            raise self.ended()
+        if self._error is not None:
+            raise self._error
+        try:
+            return work(self)
+        except Exception as error:
+            self._error = error
+            raise
+        except BaseException as error:
+            text = f"this loop was interrupted by {type(error).__name__}"
+            self._error = UsageError(f"{text}; iterate again, or load a state")
+            raise
 
     def _take_turn(self) -> None:
         """Raise UsageError if another thread is taking a batch, or in a forked child; the loop does not change."""
