@@ -134,7 +134,9 @@ class Batch(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: value for name, value in self.items() if name not in ("step", "samples")}
         rest = [getattr(self, name, None) for name in ("lane", "samples", "slots", "weight", "valid")]
-        return _rebuild, (fields, self.step, *rest)
+        # an array is cheaper to send than the tensor that `to_tensors` made of it
+        as_tensor = type(self.get("samples")) is not type(self.samples)
+        return _rebuild, (fields, self.step, *rest, as_tensor)
 
 
 def _rebuild(
@@ -145,8 +147,14 @@ def _rebuild(
     slots: NDArray[np.int64] | None,
     weight: float | None,
     valid: dict[str, NDArray[np.bool_]] | None,
+    as_tensor: bool,
 ) -> Batch:
-    return Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid)
+    batch = Batch(fields, step=step, lane=lane, samples=samples, slots=slots, weight=weight, valid=valid)
+    if as_tensor:
+        import torch  # a process that receives a batch may not have imported it
+
+        batch["samples"] = torch.from_numpy(samples)
+    return batch
 
 
 def _move(value: Any, device: Any, non_blocking: bool) -> Any:

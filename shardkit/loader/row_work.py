@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import RunError
+from shardkit.errors import ConfigurationError, RunError, ShardkitError
 from shardkit.formats import presence_of
 from shardkit.loader.gather import Allocate, rows_of
 from shardkit.loader.global_generators import BATCH_ADVICE, TRANSFORM_ADVICE, GeneratorWatch, TrainerWaits
@@ -137,7 +137,14 @@ class RowWork:
             fields["valid"] = valid
         if self._batch_transform is not None:
             generators = LazyGenerators(self._seed, step, begun.slots, self._cell_size)
-            changed = self._watch_batch.observe(partial(self._batch_transform, fields, generators))
+            try:
+                changed = self._watch_batch.observe(partial(self._batch_transform, fields, generators))
+            except ShardkitError:
+                raise
+            except Exception as error:
+                raise RunError(
+                    f"the batch_transform failed on step {step}: {type(error).__name__}: {error}"
+                ) from error
             check_fields(changed, "batch_transform")
             fields = dict(changed)
         self.at = None
@@ -169,6 +176,8 @@ class RowWork:
                 else:
                     samples = samples.copy()
                     samples[position] = sample
+        if function.transform:
+            self._check_names(rows, samples)  # type: ignore[arg-type]
         if begun.into:  # fields that decoders have written to the batch are not stacked
             rows = [{n: v for n, v in row.items() if n not in begun.into} for row in rows]  # type: ignore[union-attr]
         done = {**stack_samples(rows), **begun.into}  # type: ignore[arg-type]
@@ -183,6 +192,16 @@ class RowWork:
             rest = columns_of_rows(rest, all_rows)
         done = rest | done
         return {name: done[name] for name in fields if name in done}, samples
+
+    def _check_names(self, rows: Sequence[Mapping[str, Any]], samples: NDArray[np.int64]) -> None:
+        """Raise RunError unless the transform has returned the same fields for all samples of a batch."""
+        for sample, row in zip(samples.tolist(), rows, strict=True):
+            if row.keys() != rows[0].keys():
+                raise RunError(
+                    f"the transform returned {', '.join(row)} for sample {self._describe(sample)} and "
+                    f"{', '.join(rows[0])} for sample {self._describe(int(samples[0]))} of the same batch: the same "
+                    "fields are expected for each; return None for a field without a value"
+                )
 
     def _submit(
         self,
@@ -269,7 +288,15 @@ def open_workers(kind: Workers, number: int, function: RowFunction) -> Executor:
         return ThreadPoolExecutor(number, "shardkit-transform")
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor  # slow to import
+    from multiprocessing.reduction import ForkingPickler
 
+    try:
+        ForkingPickler.dumps(function)
+    except Exception as error:
+        raise ConfigurationError(
+            f'workers="processes": the transform or a decoder cannot be sent to another process: {error}. Define it at '
+            'the top level of a module, or use workers="threads"'
+        ) from error
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(number, context, initializer=_begin_worker, initargs=(function,))
 

@@ -295,7 +295,9 @@ class RowFunction(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True
         if self.transform is None:
             return row
         try:
-            return self.transform(row, generators[position])
+            result = self.transform(row, generators[position])
+            check_fields(result, "transform")  # here: a generator or coroutine cannot leave a process
+            return result
         except Exception as error:  # noqa: BLE001  raised with the sample's name by the caller
             return _failure("", error)
 
@@ -351,8 +353,6 @@ def stack_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Turn rows into columns: numbers and arrays of equal shape are stacked, other values become a list."""
     if not samples:
         return {}
-    for one in samples:
-        check_fields(one, "transform")
     return {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
 
 

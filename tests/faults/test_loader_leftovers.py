@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.errors import UsageError
+from shardkit.errors import RunError, UsageError
 from shardkit.loader.settings import Workers
 
 ROWS = 240
@@ -85,7 +85,8 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="proc
 
 @needs_proc
 @pytest.mark.parametrize(("end", "workers"), [("drop", "threads"), ("drop", "processes"), ("raise", "processes"),
-                                              ("close", "processes"), ("finish", "threads")])  # fmt: skip
+                                              ("close", "processes"), ("finish", "threads"), ("fail", "threads"),
+                                              ("fail", "processes")])  # fmt: skip
 def test_whatever_ends_a_loop_nothing_of_it_stays(
     ds: shardkit.Dataset, tmp_path: Path, end: str, workers: Workers
 ) -> None:
@@ -93,7 +94,21 @@ def test_whatever_ends_a_loop_nothing_of_it_stays(
     assert root is not None
     ds = shardkit.open(str(root.parent))
     before = _own_threads()
-    loader = ds.loader(_plan(ds), transform=_noisy, workers=workers, threads=2, tensors=False, run=tmp_path)
+    calls = iter(range(3 if end == "fail" else ROWS))
+
+    def change(fields: dict[str, Any], _rngs: Any) -> dict[str, Any]:
+        next(calls)
+        return fields
+
+    loader = ds.loader(
+        _plan(ds),
+        transform=_noisy,
+        batch_transform=change,
+        workers=workers,
+        threads=2,
+        tensors=False,
+        run=tmp_path,
+    )
     pids: set[int] = set()
     steps = 0
     try:
@@ -104,13 +119,15 @@ def test_whatever_ends_a_loop_nothing_of_it_stays(
                 raise ZeroDivisionError
             if steps == 3 and end != "finish":
                 break
-    except ZeroDivisionError:
+    except (ZeroDivisionError, RunError):
         pass
+    assert steps == (ROWS // 12 if end == "finish" else 3)
     assert bool(pids) == (workers == "processes")
     del batch
     if end in ("close", "finish"):
         loader.close()
     del loader, ds
+    gc.collect()  # a loop and its error refer to each other
     _until_ended(before, pids)
     assert not _open_files([tmp_path, root.parent])
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} <= {

@@ -233,6 +233,11 @@ def test_stateful_data_loader_resumes(
     second = new(data)
     second.load_state_dict(state)
     seen += _take(second) if stop < STEPS or workers else []
+    if workers:  # the position has not moved
+        with pytest.warns(RuntimeWarning, match="repeats the batches of an earlier loop"):
+            next(iter(second))
+        with pytest.warns(RuntimeWarning, match="state_dict\\(after=batch\\)"):
+            data.state_dict()
     data.set_epoch(1)
     seen += _take(second)
     assert seen == reference[: 2 * STEPS]
@@ -344,6 +349,11 @@ def test_a_batch_moved_to_a_device_keeps_what_it_is(ds: shardkit.Dataset) -> Non
     moved = batch.to("cpu", non_blocking=True)
     assert (moved.step, moved.lane, moved.weight) == (batch.step, batch.lane, batch.weight)
     assert torch.equal(moved["x"], batch["x"])
+    for sent in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch), moved):
+        assert {name: type(value) for name, value in sent.items()} == {
+            name: type(value) for name, value in batch.items()
+        }
+        assert sent["samples"].tolist() == sent.samples.tolist() == batch.samples.tolist()
     bare = type(batch)(dict(batch))  # what frameworks make that know dicts only
     assert bare.step == batch.step
     with pytest.raises(AttributeError, match="this copy of a batch has no weight"):

@@ -13,7 +13,7 @@ import torch
 
 import shardkit
 import shardkit.torch
-from shardkit.errors import ConfigurationError, ShardkitError
+from shardkit.errors import ConfigurationError, RunError, ShardkitError
 from shardkit.plan import Plan
 
 VALUES: Final[list[Any]] = [
@@ -172,3 +172,49 @@ def test_results_of_transforms_that_are_no_mappings_are_named(ds: shardkit.Datas
             pytest.raises(ShardkitError, match=message),
         ):
             next(iter(loader))
+
+
+def _none(*_: Any) -> Any:
+    return None
+
+
+def _generates(*_: Any) -> Any:
+    yield 1
+
+
+def _one_more(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | ({"more": 1} if sample["i"] % 2 else {})
+
+
+def _breaks(*_: Any) -> Any:
+    return {}["nothing"]
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"transform": _none}, r"sample \d+.*returned None: a mapping of field to value"),
+     ({"transform": _one_more}, r"x, i, s(, more)? for sample \d+.* and x, i, s(, more)? for sample \d+.*of the same batch"),
+     ({"transform": _generates}, r"sample \d+.*returned <generator object .*: a mapping of field to value"),
+     ({"transform": _breaks}, r"the transform failed on sample \d+.*: KeyError: 'nothing'"),
+     ({"transform": _none, "batch_transform": _breaks}, "the transform failed on sample"),
+     ({"transform": _plus_one, "batch_transform": _breaks},
+      "the batch_transform failed on step 0: KeyError: 'nothing'")],
+)  # fmt: skip
+def test_functions_that_fail_are_named_with_their_sample_or_step(
+    ds: shardkit.Dataset, workers: Any, settings: dict[str, Any], message: str
+) -> None:
+    plan = ds.plan(global_batch=8, lanes=4, seed=0)
+    with ds.loader(plan, rank=0, world=1, workers=workers, threads=1, **settings) as loader:
+        for _ in range(2):
+            with pytest.raises(RunError, match=message):
+                next(iter(loader))
+
+
+def test_a_transform_that_no_process_can_import_is_refused(ds: shardkit.Dataset) -> None:
+    plan = ds.plan(global_batch=8, lanes=4, seed=0)
+    with (
+        ds.loader(plan, rank=0, world=1, transform=lambda sample: sample, workers="processes") as loader,
+        pytest.raises(ConfigurationError, match=r'cannot be sent to another process.*workers="threads"'),
+    ):
+        next(iter(loader))
