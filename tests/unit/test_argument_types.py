@@ -187,14 +187,14 @@ def _one_more(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _breaks(*_: Any) -> Any:
-    return {}["nothing"]
+    raise KeyError("nothing")
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"transform": _none}, r"sample \d+.*returned None: a mapping of field to value"),
-     ({"transform": _one_more}, r"x, i, s(, more)? for sample \d+.* and x, i, s(, more)? for sample \d+.*of the same batch"),
+     ({"transform": _one_more}, r"s(, more)? for sample \d+.* and x, i, s(, more)? for sample \d+.*of the same batch"),
      ({"transform": _generates}, r"sample \d+.*returned <generator object .*: a mapping of field to value"),
      ({"transform": _breaks}, r"the transform failed on sample \d+.*: KeyError: 'nothing'"),
      ({"transform": _none, "batch_transform": _breaks}, "the transform failed on sample"),
