@@ -1,4 +1,4 @@
-"""Tars of somebody else, adopted where they lie: read as webdataset reads them, verified, named when they change."""
+"""Tars of somebody else, adopted where they lie: read as webdataset reads them, verified, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NumPy archives, adopted: equal to NumPy's reading and to a build, and named when they change."""
+"""NumPy archives, adopted: a changed range is found by readers of its field; what cannot be adopted is named."""
 
 from __future__ import annotations
 

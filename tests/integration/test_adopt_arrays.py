@@ -1,4 +1,4 @@
-"""Arrays and files of tokens, adopted: equal to NumPy's reading and to a build, and named when they change."""
+"""Arrays and files of tokens, adopted: equal to NumPy's reading, under every command, or refused by name."""
 
 from __future__ import annotations
 

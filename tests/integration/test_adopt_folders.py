@@ -1,4 +1,4 @@
-"""Folders of files, adopted: equal to their files and to a build, in a folder and a bucket; changes are named."""
+"""Folders of files, adopted: equal to their files and to a build, in a folder and a bucket, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON lines and CSV, adopted: equal to json, to csv and to a build, in a folder and a bucket; changes are found."""
+"""JSON lines and CSV, adopted: equal to json, to csv and to a build; bad lines are listed or left out."""
 
 from __future__ import annotations
 

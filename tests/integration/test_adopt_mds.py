@@ -1,4 +1,4 @@
-"""MDS folders, adopted: equal to Streaming's own reading and to a build, verified, and named when they change."""
+"""MDS folders, adopted: shards that are damaged, or cannot be read where they lie, are named."""
 
 from __future__ import annotations
 

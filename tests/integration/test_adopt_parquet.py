@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, adopted: equal to pyarrow's reading and to a build, and named when they change."""
+"""Parquet and Arrow files, adopted: equal to pyarrow's reading and to a build, read by column, or refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardkit_tools.adopting.encoded_blocks import EncodedBlocks
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 
-# ---- Parquet files, adopted: equal to pyarrow's reading and to a build, read by column, and named when they change
+# ---- Parquet files
 
 
 BUCKETS = ("their-tables",)
@@ -266,7 +266,7 @@ def test_a_dictionary_that_could_fill_the_memory_is_decoded(tmp_path: Path) -> N
         adopt([path], tmp_path / "other")
 
 
-# ---- Arrow IPC files, streams, Feather and saved datasets, adopted: equal to their libraries' reading and to a build
+# ---- Arrow IPC files, streams and Feather
 
 
 Write = Callable[[Path, Any], None]

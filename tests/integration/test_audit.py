@@ -1,4 +1,4 @@
-"""`shardkit audit`: clean runs pass; every kind of tampering is found and named."""
+"""`shardkit audit`: clean runs pass, and what differs is named; tests/faults/test_tampering.py has the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples encoded by columns, spooled and read back by blocks are the samples that were given."""
+"""Record batches hold the payloads of their samples, and rows that cannot be stored are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explicit weights, stages and costs: balance, drift, passes, seek and waits."""
+"""Batches follow explicit weights, and nothing drifts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers have the rows of the steps after the one that is put together: same batches, same order, nothing left."""
+"""Workers have the rows of the steps after the one that is put together: in order, and nothing is left."""
 
 from __future__ import annotations
 

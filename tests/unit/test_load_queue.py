@@ -1,4 +1,4 @@
-"""Jobs are taken in order, once their slots are free, and nothing is written to a slot after its job was cancelled."""
+"""Jobs that are dropped are nobody's, and nothing is written to a slot after its job was cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing behind: in order, waited for, and no error is lost, neither of a write nor of a sync."""
+"""Writing behind: waited for, and no error is lost, neither of a write nor of a sync."""
 
 from __future__ import annotations
 
