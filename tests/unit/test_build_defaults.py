@@ -254,3 +254,13 @@ def test_errors_of_files_say_what_every_node_must_see() -> None:
     assert "every node of the cluster must see" in str(elsewhere)
     sample = SampleError("row 3: no number")
     assert engines._with_reason(sample, "another node") is sample
+
+
+def test_reports_of_a_process_are_added_up(doubler: Any) -> None:
+    """Each report is a message to another process, and a tar has thousands of small members."""
+    seen: list[tuple[int, int]] = []
+    with LocalEngine(2) as processes:
+        make = functools.partial(doubler, 2, reports=5_000)
+        list(processes.run(make, [3], lambda rows, size: seen.append((rows, size))))
+    assert (sum(rows for rows, _ in seen), sum(size for _, size in seen)) == (5_000, 15_000)
+    assert len(seen) < 50
