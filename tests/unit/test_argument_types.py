@@ -13,7 +13,7 @@ import torch
 
 import shardkit
 import shardkit.torch
-from shardkit.errors import ConfigurationError, RunError, ShardkitError
+from shardkit.errors import ConfigurationError, RunError, ShardkitError, UsageError
 from shardkit.plan import Plan
 
 VALUES: Final[list[Any]] = [
@@ -218,3 +218,20 @@ def test_a_transform_that_no_process_can_import_is_refused(ds: shardkit.Dataset)
         pytest.raises(ConfigurationError, match=r'cannot be sent to another process.*workers="threads"'),
     ):
         next(iter(loader))
+
+
+def test_a_home_folder_that_no_shell_has_expanded_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    for call in (shardkit.open, lambda root: shardkit.create(root, {"i": "int64"})):
+        for root in ("~", "~/cats", "~/cats@val"):
+            with pytest.raises(
+                UsageError, match=r"'~.*only a shell expands ~; write the path, here /home/me"
+            ):
+                call(root)
+    assert not list(tmp_path.iterdir())
+    with shardkit.create("~cats", {"i": "int64"}) as writer:  # a name like any other
+        writer.add({"i": 1})
+    assert len(shardkit.open("~cats")) == 1
