@@ -478,6 +478,9 @@ def test_export(built: Path, tmp_path: Path) -> None:
     assert out.endswith(".tar\n")
     assert typed("export", built, "--as", "urls", "-o", sums)[0] == 1
     assert typed("export", built, "--as", "floppies")[0] == 2
+    for form in ("urls", "parquet"):
+        code, _, said = typed("export", built, "--as", form, "-o", "s3://bucket/out")
+        assert (code, "an export writes to a local folder" in said) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,6 @@ def export_samples(
 
 
 def _check_target(target: Path, form: Form, *, replace: bool, is_file: bool) -> None:
-    if "://" in str(target):
-        raise StoreError(f"{target}: an export writes to a local folder; name one, and copy it from there")
-    check_outside(target)
     if not target.parent.is_dir():
         raise StoreError(f"{target}: the folder {target.parent} does not exist; make it first")
     if not os.path.lexists(target):
@@ -407,6 +404,10 @@ def export(
 
     Example: shardkit export data/cats --as parquet --where "label < 5" -o cats.parquet
     """
+    if out is not None:
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a path has one slash of a URL
+            raise StoreError(f"{out}: an export writes to a local folder; name one, and copy it from there")
+        check_outside(out)
     dataset = shardkit.open(root)
     if kind != "sha256sums" and kind != "urls" and kind != "croissant":
         _export_samples(dataset, kind, out, where, columns, file_size, replace)
@@ -417,7 +418,6 @@ def export(
     with contextlib.ExitStack() as stack:
         stream: TextIO = sys.stdout
         if out is not None:
-            check_outside(out)
             stream = stack.enter_context(io.TextIOWrapper(console.new_file(out), encoding="utf-8"))
         stream.writelines(f"{line}\n" for line in lines)
 
