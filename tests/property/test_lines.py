@@ -24,6 +24,8 @@ from shardkit.formats.line_blocks import CsvRows, csv_rows, json_rows, split_row
 from shardkit.formats.sample_columns import encode_rows
 from shardkit.formats.strict_json import parse_json, parse_objects
 from shardkit_tools.importers import csv as csv_importer
+from shardkit_tools.importers.json_types import TypeInference
+from shardkit_tools.importers.source_files import LeftOut
 
 _PIECES = [
     '"a"', '"b"', '"a\\""', '":"', '"\\\\"', '" : "', '"\\u0061"', '"\\ud83d"', '"\x01"', '"é"', "1", "-0", "1e999",
@@ -286,3 +288,27 @@ def test_the_type_of_a_column_is_that_of_its_cells(pieces: list[list[str]], data
     assert csv_importer._common(column.kinds) == csv_importer._common(expected)
     if "str" not in expected:
         assert ("missing" in column.kinds) == ("missing" in expected)
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.sampled_from("abc"), _VALUES, max_size=3), max_size=12),
+    skip=st.booleans(),
+    unchecked=st.booleans(),
+)
+@example(
+    rows=[{"a": 1}, {"a": 2**53 + 1, "b": "x"}, {"b": 1, "c": 1}, {"a": 2**64}], skip=True, unchecked=False
+)
+def test_types_inferred_by_column_are_those_inferred_row_by_row(
+    rows: list[dict[str, object]], skip: bool, unchecked: bool
+) -> None:
+    def found(size: int) -> object:
+        inference = TypeInference({}, bad := LeftOut(skip), unchecked=unchecked)
+        try:
+            for start in range(0, len(rows), size):
+                names = [f"row {row}" for row in range(start, len(rows))]
+                inference.add(rows[start : start + size], names.__getitem__)
+            return inference.types(), inference.rows, inference.valued, str(bad.first)
+        except SourceError as error:
+            return str(error)
+
+    assert found(len(rows) or 1) == found(1)
