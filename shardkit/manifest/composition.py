@@ -94,9 +94,13 @@ def merge(parts: Sequence[tuple[str, Manifest]], *, build: Mapping[str, Any] | N
     manifests = [manifest for _, manifest in parts]
     for name, manifest in parts:
         if manifest.schema != manifests[0].schema:
+            own, first = (
+                ", ".join(f"{field} ({kind})" for field, kind in one.schema.items())
+                for one in (manifest, manifests[0])
+            )
             raise SchemaError(
-                f"part {name!r} has the schema {manifest.schema.to_json()}, part {parts[0][0]!r} has "
-                f"{manifests[0].schema.to_json()}: expected one schema; rebuild one of them"
+                f"part {name!r} has the fields {own}, part {parts[0][0]!r} has {first}: expected one schema; build one "
+                "of them again"
             )
         if manifest.added:
             raise UsageError(
