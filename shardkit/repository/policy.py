@@ -20,7 +20,7 @@ from shardkit.errors import ConfigurationError, UsageError
 from shardkit.ranges import Range, duration_text, parse_duration
 from shardkit.reading.objects import ROOT_NAME, check_location_name
 from shardkit.stores.remote.addresses import parse_address
-from shardkit.stores.store import scheme_of
+from shardkit.stores.store import place_text, scheme_of
 
 Mode = Literal["sync", "async", "hybrid"]
 """What a commit waits for; see `MODES`."""
@@ -200,7 +200,7 @@ class LocationRecord:
                     f"--location {name}: {option[:200]!r}, expected domain=…, rank=… or weight=…, each once"
                 )
             given[key] = value if key == "domain" else _number(value, f"--location {name}: {key}")
-        return cls(name, absolute_url(url), **{"domain": name, **given})
+        return cls(name, absolute_url(place_text(url, name)), **{"domain": name, **given})
 
 
 class LocationTable(Record, frozen=True, kw_only=True):

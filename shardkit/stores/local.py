@@ -389,10 +389,8 @@ def open_store(url: str | os.PathLike[str], *, read_only: bool = False) -> Store
     Raises:
         UsageError: The URL is malformed, holds a credential or begins with ``~``, which a shell has not expanded.
     """
-    text = os.fspath(url)
+    text = place_text(url, "root")
     refuse_credentials(text, "the URL of a root")
-    if text == "~" or text.startswith("~/"):
-        raise UsageError(f"{text!r}: only a shell expands ~; write the path, here {os.path.expanduser(text)}")
     scheme = scheme_of(text)
     if scheme is None:
         return LocalStore(text, read_only=read_only)

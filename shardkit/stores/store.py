@@ -473,11 +473,13 @@ def place_text(place: object, what: str) -> str:
     """Return a path or URL as text.
 
     Raises:
-        UsageError: The value is no path; ``what`` names it.
+        UsageError: The value is no path, ``what`` names it, or begins with ``~``, which a shell has not expanded.
     """
     text = place if isinstance(place, str) else os.fspath(place) if isinstance(place, os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:
         raise UsageError(f"{what}: {shown(place)} is no path or URL; give text such as data/cats")
+    if text == "~" or text.startswith("~/"):
+        raise UsageError(f"{text!r}: only a shell expands ~; write the path, here {os.path.expanduser(text)}")
     return text
 
 

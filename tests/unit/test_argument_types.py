@@ -15,6 +15,8 @@ import shardkit
 import shardkit.torch
 from shardkit.errors import ConfigurationError, RunError, ShardkitError, UsageError
 from shardkit.plan import Plan
+from shardkit.repository.policy import LocationRecord
+from shardkit.stores.local import check_vacant
 
 VALUES: Final[list[Any]] = [
     True, -1, 2**70, 1.5, float("nan"), "x", "", "a\0b", "\udc80", b"x", [], [1], {}, (1, 2), {1}, object(), np.int8(3),
@@ -225,7 +227,13 @@ def test_a_home_folder_that_no_shell_has_expanded_is_refused(
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
-    for call in (shardkit.open, lambda root: shardkit.create(root, {"i": "int64"})):
+    calls: tuple[Callable[[str], object], ...] = (
+        shardkit.open,
+        lambda root: shardkit.create(root, {"i": "int64"}),
+        lambda root: LocationRecord.parse(f"mirror={root}"),  # a shell does not expand it there
+        lambda root: check_vacant(root, "run"),
+    )
+    for call in calls:
         for root in ("~", "~/cats", "~/cats@val"):
             with pytest.raises(
                 UsageError, match=r"'~.*only a shell expands ~; write the path, here /home/me"
