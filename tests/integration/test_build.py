@@ -21,13 +21,14 @@ from shardkit.dataset.about import unpack_sources
 from shardkit.errors import (
     ConfigurationError,
     NotFoundError,
+    RunError,
     SampleError,
     SourceError,
     StoreFullError,
     StoreReadOnlyError,
 )
 from shardkit.repository.repository import Repository
-from shardkit_tools.building import engines
+from shardkit_tools.building import build_run, engines
 from shardkit_tools.building.outcome import Progress
 from shardkit_tools.importers import ImportOptions, source_files
 from shardkit_tools.main import make_app
@@ -388,3 +389,12 @@ def test_a_dry_run_tells_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert told.exit_code == 0, told.output
     assert f"about 4.88 MiB in {tmp_path / 'new'}, 3 GiB free" in told.output
+
+
+def test_two_builds_of_the_same_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = folder(tmp_path / "source", 6)
+    monkeypatch.setattr(
+        build_run.BuildRun, "_build", lambda *_: shardkit_tools.build(source, tmp_path / "root")
+    )
+    with pytest.raises(RunError, match="another process"):
+        shardkit_tools.build(source, tmp_path / "root")

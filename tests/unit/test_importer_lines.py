@@ -246,3 +246,9 @@ def test_an_array_is_read_whatever_its_extension(tmp_path: Path, name: str) -> N
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     source = open_source(str(tmp_path))
     assert [row.sample["n"] for row in read_all(source)] == [1, 2]
+
+
+def test_an_object_over_several_lines_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{\n  "data": [{"n": 1}]\n}\n')
+    with pytest.raises(SourceError, match=r"continues on the next line; .*jq -c"):
+        open_source(str(tmp_path / "a.json"))
