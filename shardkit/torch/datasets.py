@@ -172,9 +172,8 @@ class PlanDataset(IterableDataset[Batch]):
         if self._loaded_steps is not None:
             steps, self._loaded_steps = self._loaded_steps, None
             if worker == 0 and self._position < steps.stop and not self._restart:
-                self._shared[_BEGUN] = (
-                    self._turn
-                )  # the next loop repeats these steps unless the position is set
+                # the next loop repeats these steps unless the position is set
+                self._shared[_BEGUN] = self._turn
             return steps, False
         steps = self._next_steps()
         repeats = False
