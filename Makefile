@@ -25,7 +25,7 @@ $(DOCS_STAMP): pyproject.toml constraints.txt tools/install.sh $(COMPILED)
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh tools/install.sh docs
 	@touch $(DOCS_STAMP)
 
-demo: $(DEMO_STAMP)  ## build, verify, train, kill, resume, damage, heal, audit: in two minutes
+demo: $(DEMO_STAMP)  ## build, verify, train, kill, resume, damage, heal, audit: in 30 seconds to two minutes
 	@$(BIN)/python examples/demo.py
 
 lint: $(STAMP)

@@ -1,4 +1,4 @@
-"""Build, verify, train, kill, resume, audit, damage and repair a dataset, in two minutes.
+"""Build, verify, train, kill, resume, audit, damage and repair a dataset, in 30 seconds to two minutes.
 
     python examples/demo.py [--dir DIR]
 
@@ -35,7 +35,7 @@ from shardkit.telemetry import read_run
 from shardkit_tools.console import count_text
 
 _TEXT_BYTES = 4_000_000
-_STEPS = 120
+_STEPS = 80
 _KILL_AFTER = 45
 _PATIENCE_S = 300  # longest wait for a step; a busy machine may take minutes to begin
 
@@ -67,7 +67,7 @@ every = 20
 _DIGITS = """\
 [run]
 directory = "runs/digits"
-epochs = 6
+epochs = 4
 [data]
 dataset = "data/digits@train"
 global_batch = 64
@@ -101,8 +101,9 @@ def tell(story: Narration) -> None:
         "What every step consumed, as the ranks recorded it through kill and resume, against the plan.",
     )
     story.command("audit", "runs/gpt")
-    story.command("audit", "trace", "runs/gpt", "--step", "100", show=6)
-    story.command("audit", "trace", "runs/gpt", "--sample", "788")
+    story.command("audit", "trace", "runs/gpt", "--step", "60", show=6)
+    plan = shardkit.open(story.directory / "data" / "stdlib").plan(global_batch=16, lanes=8)
+    story.command("audit", "trace", "runs/gpt", "--sample", str(plan.step(60).ravel()[0]))
     story.chapter(
         "Images too", "A small residual network on the digits; every validation sample counted exactly once."
     )
