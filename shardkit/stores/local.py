@@ -434,7 +434,9 @@ _OUTER: Final[dict[Kind, tuple[Kind, str]]] = {
 """The kind inside which a folder of a kind may not be, and a pattern of its files; caches evict, runs are copied."""
 
 
-_URL: Final = re.compile("[A-Za-z][A-Za-z0-9+.-]+:/")  # also of a `Path` made of a URL
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Return True for a URL, also for a `Path` made of one, which has one slash."""
+    return re.match("[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(place)) is not None
 
 
 def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
@@ -449,7 +451,7 @@ def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
         UsageError: The folder may not be used; the message names a file in it.
     """
     text = place_text(url, kind)
-    if kind in _OUTER and _URL.match(text):
+    if kind in _OUTER and is_url(text):
         raise UsageError(
             f"{kind} {redact(text)}: a {kind} is a folder of this machine; give "
             + (

@@ -55,7 +55,7 @@ from shardkit.ranges import parse_size, split_names
 from shardkit.reading.adopted import adopted_place
 from shardkit.reading.inventory import take_inventory
 from shardkit.stores.file_operations import explained
-from shardkit.stores.local import check_outside
+from shardkit.stores.local import check_outside, is_url
 from shardkit.stores.store import object_name
 from shardkit_tools import console
 from shardkit_tools.console import bytes_text, count_text
@@ -405,7 +405,7 @@ def export(
     Example: shardkit export data/cats --as parquet --where "label < 5" -o cats.parquet
     """
     if out is not None:
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a path has one slash of a URL
+        if is_url(out):
             raise StoreError(f"{out}: an export writes to a local folder; name one, and copy it from there")
         check_outside(out)
     dataset = shardkit.open(root)
