@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import random
@@ -23,6 +22,7 @@ from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt, located_rows
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions, mds
+from tests.mds_shards import write_shards
 
 ZSTD = zstandard.ZstdCompressor()
 UNSIZED = zstandard.ZstdCompressor(write_content_size=False)
@@ -53,37 +53,8 @@ def encoded(row: dict[str, Any]) -> bytes:
 
 
 def write_mds(folder: Path, borders: tuple[int, ...] = (0, 320, 500), compressor: Any = None) -> list[Path]:
-    """Write shards as Streaming's MDSWriter lays them out, with zstd if there is a compressor."""
-    folder.mkdir(parents=True)
-    about = {
-        "column_names": list(COLUMNS), "column_encodings": [one for one, _ in COLUMNS.values()],
-        "column_sizes": [size for _, size in COLUMNS.values()], "format": "mds", "version": 2,
-    }  # fmt: skip
-    config, entries, paths = json.dumps(about).encode(), [], []
-    for number, (first, last) in enumerate(itertools.pairwise(borders)):
-        rows = [encoded(row) for row in VALUES[first:last]]
-        offsets = np.cumsum([4 + 4 * (len(rows) + 1) + len(config), *map(len, rows)]).astype("<u4")
-        body = struct.pack("<I", len(rows)) + offsets.tobytes() + config + b"".join(rows)
-        paths.append(folder / f"shard.{number:05d}.mds")
-        packed, raw = None, {"basename": paths[-1].name, "bytes": len(body), "hashes": {}}
-        if compressor is not None:
-            paths[-1], body = Path(f"{paths[-1]}.zstd"), compressor.compress(body)
-            packed = {
-                "basename": paths[-1].name,
-                "bytes": len(body),
-                "hashes": {"sha1": hashlib.sha1(body).hexdigest()},
-            }
-        paths[-1].write_bytes(body)
-        shard: dict[str, Any] = {
-            "compression": packed and "zstd:3",
-            "hashes": [],
-            "zip_data": packed,
-            "samples": len(rows),
-            "raw_data": raw,
-        }
-        entries.append(about | shard)
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
-    return paths
+    shards = [[encoded(row) for row in VALUES[first:last]] for first, last in itertools.pairwise(borders)]
+    return write_shards(folder, COLUMNS, shards, compressor)
 
 
 def batches(root: object) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from shardkit.errors import ShardkitError, UsageError
 from shardkit_tools.adopting import adopt, line_files
 from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions, line_ranges, mds, open_source, webdataset
+from tests.mds_shards import write_shards
 from tests.pictures import PNG
 from tests.servers.object_stores import s3_client
 
@@ -557,15 +558,9 @@ def test_floats_that_become_wider_after_inference_are_not_rounded(
             tar_of([(f"{n}.x.npy", npy_of(one)) for n, one in enumerate(arrays)])
         )
     else:
-        (tmp_path / "x.mds").mkdir()
         data = [bytes([66 if one.itemsize == 8 else 34, 2 << 2, 2, 3]) + one.tobytes() for one in arrays]
-        values = [struct.pack("<I", len(one)) + one for one in data]
-        ends = np.cumsum([4 + 4 * 5, *map(len, values)]).astype("<u4")
-        body = struct.pack("<I", 4) + ends.tobytes() + b"".join(values)
-        (tmp_path / "x.mds" / "shard.mds").write_bytes(body)
-        shard = {"format": "mds", "samples": 4, "raw_data": {"basename": "shard.mds", "bytes": len(body)}}
-        shard |= {"column_names": ["x"], "column_encodings": ["ndarray"], "column_sizes": [None]}
-        (tmp_path / "x.mds" / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+        rows_of_shard = [struct.pack("<I", len(one)) + one for one in data]
+        write_shards(tmp_path / "x.mds", {"x": ("ndarray", None)}, [rows_of_shard])
     source = tmp_path / f"x.{kind}"
     with pytest.raises(ShardkitError, match=r"'x' is an array of float64, .*--schema x='float64\[2,3\]'"):
         built(source, tmp_path / "root")
