@@ -10,8 +10,10 @@ from itertools import accumulate
 from typing import Any, BinaryIO, ClassVar, NamedTuple, Self
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from shardkit.arrays import Buffer
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats import FieldType, NumberedKeys, Schema, ShardIndex, Texts, fit_key, xxh3
 from shardkit.reading.adopted_places import FileGroup
@@ -212,7 +214,7 @@ class ScannedBlocks:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
-    def _add_part(self, data: bytes | memoryview) -> None:
+    def _add_part(self, data: Buffer) -> None:
         self.size += len(data)
         self._wait()
         self._start(len(data), self._whole.update, data)
@@ -242,14 +244,17 @@ class ScannedBlocks:
         for start, found in stops.items():
             self._start(max(found) - start, _hash_spans, data, start, sorted(found), self._blocks[-1].digests)
 
-    def add_small(self, data: bytes | memoryview, sizes: Sequence[int], rows: Sequence[int]) -> None:
-        """Add the next blocks, given their bytes, one after the other, and the size and rows of each."""
-        self._add_part(data)
-        blocks = [_Block(size, count, (), {}) for size, count in zip(sizes, rows, strict=True)]
+    def add_small(self, parts: Sequence[Sequence[Buffer]], rows: Sequence[int]) -> None:
+        """Add the next blocks, given the pieces of each, one after the other, and its rows."""
+        self._wait()
+        blocks = [_Block(sum(map(len, own)), count, (), {}) for own, count in zip(parts, rows, strict=True)]
+        size = sum(block.size for block in blocks)
+        self.size += size
         self._blocks += blocks
-        self._start(len(data), _hash_blocks, data, blocks)
+        self._start(size, _update, self._whole, parts)
+        self._start(size, _hash_blocks, parts, blocks)
 
-    def add_tail(self, data: bytes) -> None:
+    def add_tail(self, data: Buffer) -> None:
         """Add bytes after the last block."""
         self._tail.update(data)
         self._add_part(data)
@@ -374,11 +379,19 @@ def _hash_spans(
         found[start, stop] = xxh3(view[start:stop]), strong.digest()
 
 
-def _hash_blocks(data: bytes, blocks: Sequence[_Block]) -> None:
-    view, start = memoryview(data), 0
-    for block in blocks:
-        _hash_spans(view[start : start + block.size], 0, [block.size], block.digests)
-        start += block.size
+def _hash_blocks(parts: Sequence[Sequence[Buffer]], blocks: Sequence[_Block]) -> None:
+    for own, block in zip(parts, blocks, strict=True):
+        fast, strong = xxhash.xxh3_64(), hashlib.sha256()
+        for part in own:
+            fast.update(part)
+            strong.update(part)
+        block.digests[0, block.size] = fast.intdigest(), strong.digest()
+
+
+def _update(digest: Any, parts: Sequence[Sequence[Buffer]]) -> None:
+    for own in parts:
+        for part in own:
+            digest.update(part)
 
 
 def _digest_columns(name: str, shape: tuple[int, ...], digests: Sequence[Digests]) -> dict[str, Any]:

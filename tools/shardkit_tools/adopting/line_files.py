@@ -219,7 +219,9 @@ class _LineScan:
         counts: list[int] = rows.tolist()
         for count, needed in zip(counts, memory.tolist(), strict=True):
             self._found.add(f"block {len(self._found)}", count, needed)
-        self._pass.add_small(data, sizes.tolist(), counts)
+        ends = np.cumsum(sizes)
+        borders = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
+        self._pass.add_small([[data[start:end]] for start, end in borders], counts)
         self.rows += sum(counts)
         self.report(sum(counts), 0)
 

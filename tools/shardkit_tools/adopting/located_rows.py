@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from shardkit.errors import FormatError, SourceError, UsageError
 from shardkit.extras import shell_word
@@ -42,9 +42,6 @@ from shardkit_tools.importers.tokens import TokenDocuments, read_index
 Span = tuple[int, int]
 """(offset, bytes) of a value."""
 
-SpanTable = NDArray[np.int64] | Sequence[Sequence[Span]]
-"""Spans of the fields of each row of a block, in schema order."""
-
 _DIGITS = re.compile(rb"[ \t\r\n]*(?:\+?0*(0|[1-9][0-9]*)|(-[1-9][0-9]*))[ \t\r\n]*\Z")
 
 
@@ -66,7 +63,7 @@ class LocatedRows:
         blocks: FilePass,
         borders: NDArray[np.int64],
         block_bytes: int,
-        spans_of: Callable[[bytes, int, NDArray[np.int64]], SpanTable],
+        spans_of: Callable[[bytes, int, NDArray[np.int64]], NDArray[np.int64]],
         report: Report,
     ) -> int:
         """Read the rows of a file, and return the number of rows of a block; memory holds one block.
@@ -84,58 +81,54 @@ class LocatedRows:
             own = borders[first : first + block_rows + 1] - borders[first]
             data = blocks.read(int(own[-1]))
             blocks.add(data, len(own) - 1)
-            self.add(data, spans_of(data, first, own), row_names(first))
+            self.add_checked(data, spans_of(data, first, own), first)
             report(len(own) - 1, len(data))
         return block_rows
 
-    def add(
-        self,
-        data: bytes,
-        rows: SpanTable,
-        name_of: Callable[[int], str],
-        starts: NDArray[np.int64] | int = 0,
-    ) -> None:
-        """Check the values of blocks with the code that will read them, and keep their spans.
+    def add_checked(self, data: bytes, spans: NDArray[np.int64], first: int) -> None:
+        """Check the values of a block, and keep their spans.
 
         Args:
-            data: bytes of the blocks.
-            rows: spans in `data` of the fields of each row, in schema order.
-            name_of: returns the name of a row, for messages.
-            starts: offset in `data` of each row's block, (rows,), or of all.
+            data: bytes of the block.
+            spans: spans in `data` of the fields of each row, in schema order.
+            first: number in the file of the block's first row, for messages.
         """
-        raw = np.frombuffer(data, np.uint8)
-        table = np.array(rows, np.int64).reshape(len(rows), len(self.schema), 2)
-        for place, (name, kind) in enumerate(self.schema.items()):
-            # the offset 0 marks missing values, as in `ShardIndex.field_offset`
-            present = np.flatnonzero(table[:, place, 0]) if kind.optional else np.arange(len(rows))
-            suspects: list[int] = []
-            if not len(present):
-                continue
-            try:
-                self._check_column(raw, table[present, place], kind, name)
-            except FormatError:
-                suspects = present.tolist()  # one of these is bad
-            for row in suspects:
-                self.check_value(raw, table[row, place], name, name_of(row))
-        offsets = table[:, :, 0]
-        table[:, :, 0] = np.where(offsets > 0, offsets - np.reshape(starts, (-1, 1)), 0)
-        self._tables.append(table)
+        for place, name in enumerate(self.schema):
+            self.check(name, data, spans[:, place], lambda row: f"row {first + row}")
+        self.add(spans)
 
-    def check_value(self, raw: NDArray[np.uint8], span: ArrayLike, name: str, row: str) -> None:
-        """Check one value; `span` is its (offset, size)."""
+    def add(self, spans: NDArray[np.int64]) -> None:
+        """Keep spans: (rows, fields, offset from the start of the row's block and size); offset 0: no value."""
+        self._tables.append(spans)
+
+    def check(self, name: str, data: bytes, spans: NDArray[np.int64], name_of: Callable[[int], str]) -> None:
+        """Check values of a field with the code that will read them.
+
+        Args:
+            name: the field.
+            data: bytes that contain the values.
+            spans: (values, offset in `data` and size).
+            name_of: returns the name of the row of a value, for messages.
+        """
         try:
-            self._check_column(raw, np.array([span], np.int64), self.schema[name], name)
+            self._check_column(name, data, spans)
+        except FormatError:
+            for row, span in enumerate(spans.tolist()):
+                self.check_value(name, data, span, name_of(row))
+
+    def check_value(self, name: str, data: bytes, span: Span, row: str) -> None:
+        """Check one value."""
+        try:
+            self._check_column(name, data, np.array([span], np.int64))
         except FormatError as error:
             raise SourceError(
                 f"{self.path} {row}: {error}; fix it, or keep its bytes with --schema {shell_word(name)}=bytes"
             ) from None
 
-    def _check_column(
-        self, raw: NDArray[np.uint8], table: NDArray[np.int64], kind: FieldType, name: str
-    ) -> None:
+    def _check_column(self, name: str, data: bytes, spans: NDArray[np.int64]) -> None:
+        kind = self.schema[name]
         if kind.kind == "json":
-            view = raw.data
-            values = [bytes(view[start : start + size]) for start, size in table.tolist()]
+            values = [data[start : start + size] for start, size in spans.tolist()]
             lines = b"\n".join(values)
             objects = parse_objects(lines) if lines.count(b"\n") == len(values) - 1 else None
             if objects is not None and len(objects) == len(values):
@@ -146,7 +139,8 @@ class LocatedRows:
                 except (ValueError, RecursionError) as error:
                     raise FormatError(f"field {name!r}: no JSON: {error}") from None
         elif kind.kind != "bytes":
-            tar_column(raw, table[:, 0], table[:, 1], kind, name, is_payload=self.is_payload.get(name, False))
+            raw, is_payload = np.frombuffer(data, np.uint8), self.is_payload.get(name, False)
+            tar_column(raw, spans[:, 0], spans[:, 1], kind, name, is_payload=is_payload)
 
     def columns(self) -> dict[str, Any]:
         """Return the values of `ShardIndex` that locate the fields."""
@@ -158,11 +152,6 @@ class LocatedRows:
                 [self.is_payload.get(name, False) for name in self.schema], np.uint8
             ),
         }
-
-
-def row_names(first: int) -> Callable[[int], str]:
-    """Return a function that names the rows of a block that begins with the row `first` of its file."""
-    return lambda row: f"row {first + row}"
 
 
 def locate_decimal(data: bytes, where: str) -> Span:
@@ -260,7 +249,7 @@ class MdsFolder(AdoptableFiles):
             blocks.add(stored, shard.rows)
             for first in range(0, shard.rows, SPAN_ROWS):
                 rows = borders[first : first + SPAN_ROWS + 1]
-                located.add(raw, self._spans_of(located, raw, rows, first), row_names(first))
+                located.add_checked(raw, self._spans_of(located, raw, rows, first), first)
                 report(len(rows) - 1, 0)
             report(0, len(stored))
             blocks.add_rest(report)

@@ -1,7 +1,7 @@
 """Adopt tars in one pass: index, digest and runs of rows of one label (SPEC.md §2).
 
 A tar is read in order from its first byte to its last, by the strict reader of the importers; nothing is
-copied. Memory: one block, or 1 MiB of smaller ones, one sample, and the index.
+copied. Memory: one block, or 4 MiB of smaller ones, one sample, and the index.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardkit_tools.importers.webdataset import TarSample, check_fields, tar_sam
 _MAX_GAP_BYTES = (5 << 30) + (
     64 << 20
 )  # the largest member that is read, or the padding after the end of a tar
-_CHECKED_BYTES = 1 << 20  # blocks whose values are checked together
+_CHECKED_BYTES = 4 << 20  # blocks that are hashed, and whose values are checked, together
 _DIGITS = 19  # a decimal with fewer fits 64 bits
 
 
@@ -60,6 +60,7 @@ class Tars(AdoptableFiles):
 
 
 class _Block(NamedTuple):
+    start: int  # offset in the tar
     size: int
     samples: list[TarSample]
 
@@ -86,8 +87,8 @@ class _HeldStream:
             self._report(0, len(data))
         return data
 
-    def take(self, size: int) -> bytes:
-        """Return the next `size` bytes."""
+    def take(self, size: int) -> list[memoryview]:
+        """Return the next `size` bytes, in one or several pieces."""
         parts = []
         self._room += size
         while size > 0:
@@ -97,7 +98,7 @@ class _HeldStream:
                 part = part[:size]
             parts.append(part)
             size -= len(part)
-        return b"".join(parts)
+        return parts
 
 
 @dataclass
@@ -119,8 +120,7 @@ class _TarScan:
         self._labels: tuple[str, ...] = ()  # their values of the axes
         self._runs = LabelRuns(self.axes)
         self._ended: list[_Block] = []  # blocks whose values are not checked yet
-        # offsets of the current block, and of the first that is not checked
-        self._block_start = self._taken = 0
+        self._block_start = 0  # offset of the current block
         self._path = self.task.file.path
         self._types = dict(self.schema)  # faster than a mapping of Python
         self._optional = {name for name, kind in self.schema.items() if kind.optional}
@@ -147,7 +147,8 @@ class _TarScan:
                 self._end_block(self._end)
                 if self._ended:
                     self._check_blocks()
-            self._blocks.add_tail(self._stream.take(self._stream.position - self._block_start))
+            for data in self._stream.take(self._stream.position - self._block_start):
+                self._blocks.add_tail(data)
             self._blocks.add_rest(self.report)  # after damage
             if not self.rows:
                 self._blocks.check()
@@ -205,8 +206,9 @@ class _TarScan:
                 )
             # a block of this tar has as many rows as any other, so a bad one is found before it is in a block
             for name, member in sample.members.items() if self.skip else ():
-                raw, span = np.frombuffer(member.data, np.uint8), self._locate(name, member)
-                self._located.check_value(raw, span, name, f"sample {sample.key!r}")
+                self._located.check_value(
+                    name, member.data, self._locate(name, member), f"sample {sample.key!r}"
+                )
             return tuple([self._label(sample, axis) for axis in self.axes])
         except SourceError as error:
             if not self.skip:
@@ -251,41 +253,48 @@ class _TarScan:
     def _end_block(self, end: int) -> None:
         """End the block of the last samples, which extends from the end of the block before to `end`."""
         self._runs.add(self._labels, len(self._block))
-        self._ended.append(_Block(end - self._block_start, self._block))
+        self._ended.append(_Block(self._block_start, end - self._block_start, self._block))
         self._block_start, self._block = end, []
-        if end - self._taken >= _CHECKED_BYTES:
+        if end - self._ended[0].start >= _CHECKED_BYTES:
             self._check_blocks()
 
     def _check_blocks(self) -> None:
-        """Locate and check the values of the blocks that have ended; for each by itself, numpy would take longer."""
+        """Hash the blocks that have ended, and locate and check their values; numpy takes longer for each by itself."""
         blocks, self._ended = self._ended, []
-        sizes, rows = [block.size for block in blocks], [len(block.samples) for block in blocks]
-        data = self._stream.take(sum(sizes))
-        self._blocks.add_small(data, sizes, rows)
+        rows = [len(block.samples) for block in blocks]
+        self._blocks.add_small([self._stream.take(block.size) for block in blocks], rows)
         samples = [sample for block in blocks for sample in block.samples]
         self.report(len(samples), 0)
+        starts = np.repeat([block.start for block in blocks], rows)
         table = np.zeros((len(samples), len(self._types), 2), np.int64)  # offset 0: the value is missing
         for place, name in enumerate(self._types):
-            members = {row: one.members[name] for row, one in enumerate(samples) if name in one.members}
-            if members:
-                table[list(members), place] = self._spans(name, list(members.values()), data)
-        starts = np.repeat(np.cumsum([0, *sizes[:-1]]), rows)
-        self._located.add(data, table, lambda row: f"sample {samples[row].key!r}", starts)
-        self._taken = self._block_start
+            owners = [row for row, sample in enumerate(samples) if name in sample.members]
+            if owners:
+                spans = self._checked_spans(name, [samples[row] for row in owners])
+                spans[:, 0] -= starts[owners]
+                table[owners, place] = spans
+        self._located.add(table)
 
-    def _spans(self, name: str, members: Sequence[Member], data: bytes) -> NDArray[np.int64]:
-        """Locate the values of a field in the next bytes: (members, offset and size)."""
+    def _checked_spans(self, name: str, samples: Sequence[TarSample]) -> NDArray[np.int64]:
+        """Locate the values of a field in the tar, and check them: (samples, offset and size)."""
         kind, is_payload = self._types[name], self._located.is_payload
-        spans = np.array([(member.offset - self._taken, member.size) for member in members], np.int64)
+        members = [sample.members[name] for sample in samples]
+        spans = np.array([(member.offset, member.size) for member in members], np.int64)
+        if kind.kind == "bytes":
+            return spans
+        data = b"".join([member.data for member in members])
+        own = np.stack([np.cumsum(spans[:, 1]) - spans[:, 1], spans[:, 1]], 1)  # the same spans in `data`
         odd = np.arange(len(members))  # members that are located one by one
         if kind.is_opaque or not (
             is_payload.get(name) or any(member.name.lower().endswith(".npy") for member in members)
         ):
             is_payload[name] = False
-            odd = np.flatnonzero(~_are_whole(kind, np.frombuffer(data, np.uint8), *spans.T))
+            odd = np.flatnonzero(~_are_whole(kind, np.frombuffer(data, np.uint8), *own.T))
         for place in odd.tolist():
             skipped, size = self._locate(name, members[place])
-            spans[place] = spans[place, 0] + skipped, size
+            for table in (spans, own):
+                table[place] = table[place, 0] + skipped, size
+        self._located.check(name, data, own, lambda row: f"sample {samples[row].key!r}")
         return spans
 
 
@@ -293,7 +302,9 @@ def _are_whole(
     kind: FieldType, octets: NDArray[np.uint8], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Return which members are certainly values of a field from their first byte to their last."""
-    whole: NDArray[np.bool_] = np.full(len(sizes), kind.kind == "bytes")
+    whole: NDArray[np.bool_] = np.zeros(len(sizes), bool)
+    if not len(octets):
+        return whole
     first = octets[np.minimum(offsets, len(octets) - 1)]
     if kind.kind in ("str", "json"):
         whole = (first != BOM_UTF8[0]) | (sizes < len(BOM_UTF8))

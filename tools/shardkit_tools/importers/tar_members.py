@@ -423,10 +423,13 @@ class _Reader:
         ahead = len(self._buffer) - self._next
         if ahead < size:
             pieces = [self._buffer[self._next :]] if ahead else []
-            # in pieces, so that a header that claims gigabytes does not allocate them before they are read
-            while ahead < size and (
-                piece := self._stream.read(min(max(size - ahead, _BUFFER_BYTES), _PIECE_BYTES))
-            ):
+            # In pieces, so that a header that claims gigabytes does not allocate them before they are read.
+            # After bytes that are ahead, only what is missing, so that little is copied.
+            while ahead < size:
+                size_read = size - ahead if ahead else max(size, _BUFFER_BYTES)
+                piece = self._stream.read(min(size_read, _PIECE_BYTES))
+                if not piece:
+                    break
                 pieces.append(piece)
                 ahead += len(piece)
             self._buffer, self._next = b"".join(pieces), 0
