@@ -1,34 +1,25 @@
-"""What other libraries write for a missing value has no value here either; and they read it so again."""
+"""Other libraries read missing values as such from shards; tests/property/test_importers.py has the other way."""
 
 from __future__ import annotations
 
-import csv
-import json
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
-import pytest
-import webdataset
 
 import shardkit
 import shardkit_tools
 from shardkit_tools.importers import open_source
 from tests.importer_conformance import check_importer
 
-pd: Any = pytest.importorskip("pandas")
 ROWS = 60
-TYPES = {"id": "int64", "age": "int64?", "score": "float64?", "ok": "bool?", "name": "str?"}
-WITH_LISTS = {**TYPES, "tokens": "int64[*]?"}
 
 
-def rows(*, lists: bool = True) -> list[dict[str, Any]]:
+def rows() -> list[dict[str, Any]]:
     found = []
     for number in range(ROWS):
         row: dict[str, Any] = {
@@ -38,98 +29,12 @@ def rows(*, lists: bool = True) -> list[dict[str, Any]]:
         for place, field in enumerate(list(row)[1:], 2):
             if number % (place + 3) == 1:
                 row[field] = None
-        if not lists:
-            del row["tokens"]
         found.append(row)
     return found
 
 
 def table() -> pa.Table:
-    return pa.table({name: [row[name] for row in rows()] for name in WITH_LISTS})
-
-
-def nullable_frame() -> Any:
-    return pd.DataFrame(rows()).astype({"age": "Int64", "ok": "boolean", "name": "string"})
-
-
-def write_csv(path: Path) -> None:
-    with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, [name for name in TYPES if name != "name"], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows())
-
-
-def write_lines(path: Path, *, missing: bool) -> None:
-    kept = [{k: v for k, v in row.items() if v is not None or not missing} for row in rows(lists=False)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-
-
-def write_tar(path: Path) -> None:
-    names = {"id": "id", "age": "count", "name": "txt"}
-    with webdataset.TarWriter(str(path)) as writer:
-        for row in rows():
-            sample = {extension: row[name] for name, extension in names.items() if row[name] is not None}
-            writer.write({"__key__": f"{row['id']:04}", **sample})
-
-
-def save_huggingface(path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list(rows()).save_to_disk(str(path))
-
-
-def huggingface_parquet(path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list(rows()).to_parquet(str(path))
-
-
-NO_NAME = {name: kind for name, kind in TYPES.items() if name != "name"}
-SOURCES: dict[str, tuple[str, Callable[[Path], Any], dict[str, str]]] = {
-    "pyarrow parquet": ("a.parquet", lambda path: pq.write_table(table(), path), WITH_LISTS),
-    "pyarrow parquet without statistics": (
-        "a.parquet", lambda path: pq.write_table(table(), path, write_statistics=False), WITH_LISTS,
-    ),
-    "pyarrow parquet, small groups": (
-        "a.parquet", lambda path: pq.write_table(table(), path, row_group_size=7), WITH_LISTS,
-    ),
-    "pandas parquet": ("a.parquet", lambda path: nullable_frame().to_parquet(path), WITH_LISTS),
-    "polars parquet": ("a.parquet", lambda path: pl.DataFrame(rows()).write_parquet(path), WITH_LISTS),
-    "huggingface parquet": ("a.parquet", huggingface_parquet, WITH_LISTS),
-    "polars arrow": ("a.arrow", lambda path: pl.DataFrame(rows()).write_ipc(path), WITH_LISTS),
-    "pandas feather": ("a.feather", lambda path: nullable_frame().to_feather(path), WITH_LISTS),
-    "huggingface folder": ("saved", save_huggingface, WITH_LISTS),
-    "csv": ("a.csv", write_csv, NO_NAME),
-    "pandas json lines": (
-        "a.jsonl", lambda path: nullable_frame()[list(TYPES)].to_json(path, orient="records", lines=True), TYPES,
-    ),
-    "json lines with null": ("a.jsonl", lambda path: write_lines(path, missing=False), TYPES),
-    "json lines with missing keys": ("a.jsonl", lambda path: write_lines(path, missing=True), TYPES),
-    "webdataset": ("a.tar", write_tar, {"id": "int64", "count": "int64?", "text": "str?"}),
-}  # fmt: skip
-
-
-def expected(types: dict[str, str]) -> list[dict[str, Any]]:
-    names = {"count": "age", "text": "name"} if "text" in types else {}
-    return [{name: row[names.get(name, name)] for name in types} for row in rows()]
-
-
-def plain(sample: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in sample.items()
-    }
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_nulls_of_other_libraries(tmp_path: Path, source: str) -> None:
-    name, write, types = SOURCES[source]
-    write(tmp_path / name)
-    importer = open_source(str(tmp_path / name))
-    assert {field: str(kind) for field, kind in importer.schema.items()} == types
-    check_importer(importer)
-    for format, compression in (("arrow", "none"), ("tar", "none")):
-        root = str(tmp_path / format)
-        shardkit_tools.build(str(tmp_path / name), root, format=format, compression=compression, jobs=1)
-        found = sorted((plain(sample) for sample in shardkit.open(root)), key=lambda row: row["id"])
-        assert found == expected(types)
+    return pa.table({name: [row[name] for row in rows()] for name in rows()[0]})
 
 
 def test_shards_with_nulls_are_read_by_others(tmp_path: Path) -> None:

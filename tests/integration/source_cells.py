@@ -10,6 +10,7 @@ A program of its own, since fsspec and the hub's client read their settings once
 from __future__ import annotations
 
 import csv
+import io
 import json
 import struct
 import sys
@@ -73,12 +74,23 @@ def _tars(folder: Path) -> Rows:
                         "jpg": bytes([row]) * (row + 1),
                         "cls": row % 3,
                         "txt": f"é {row}",
+                        "json": {"row": row, "of": [None] * (row % 3)},
+                        "tokens.npy": np.arange(row % 7, dtype=np.int32) - 3,
+                        "emb.npy": np.full((2, 3), row / 3, np.float32),
                     }
                     | ({"wav": bytes([row]) * 9} if row % 3 else {})
                 )
     found = webdataset.WebDataset([f"{folder}/{half}.tar" for half in range(2)], shardshuffle=False)
     return [
-        {"image": one["jpg"], "label": int(one["cls"]), "text": one["txt"].decode(), "audio": one.get("wav")}
+        {
+            "image": one["jpg"],
+            "label": int(one["cls"]),
+            "text": one["txt"].decode(),
+            "meta": json.loads(one["json"]),
+            "tokens": np.load(io.BytesIO(one["tokens.npy"])),
+            "emb": np.load(io.BytesIO(one["emb.npy"])),
+            "audio": one.get("wav"),
+        }
         for one in iter(found)
     ]
 
@@ -169,14 +181,12 @@ def _documents(writer: str) -> Callable[[Path], Rows]:
 
 def _json_lines(folder: Path) -> Rows:
     rows = TABLE.select(["id", "text", "vector", "maybe", "large", "flag", "meta"]).to_pylist()
-    for number in range(2):
-        lines = [
-            json.dumps(row, ensure_ascii=bool(number)) + "\n" for row in rows[number * 20 : number * 20 + 20]
-        ]
-        (folder / f"{number}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return [
-        json.loads(line) for n in range(2) for line in (folder / f"{n}.jsonl").read_text("utf-8").splitlines()
-    ]
+    for number, encoding in enumerate(("utf-8", "utf-8-sig")):
+        part, end = rows[number * 20 : number * 20 + 20], ("\n", "\r\n  \n")[number]
+        lines = [json.dumps(row, ensure_ascii=bool(number)) + end for row in part]
+        (folder / f"{number}.jsonl").write_text("".join(lines), encoding=encoding, newline="")
+    texts = [(folder / f"{n}.jsonl").read_text("utf-8-sig") for n in range(2)]
+    return [json.loads(line) for text in texts for line in text.split("\n") if line.strip()]
 
 
 def _csv(extension: str, delimiter: str) -> Callable[[Path], Rows]:
@@ -185,7 +195,8 @@ def _csv(extension: str, delimiter: str) -> Callable[[Path], Rows]:
         with path.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.writer(stream, delimiter=delimiter)
             writer.writerow(["id", "text", "share"])
-            writer.writerows([n, f"n° {n}, é", n / 8] for n in range(COUNT))
+            text = "n° {}, é" if delimiter == "\t" else 'n° {}, "é"\r\nzweite\rdritte'  # no quotes in TSV
+            writer.writerows([n, text.format(n), n / 8] for n in range(COUNT))
         with path.open(newline="", encoding="utf-8") as stream:
             found = csv.DictReader(stream, delimiter=delimiter)
             return [

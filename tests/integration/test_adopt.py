@@ -88,17 +88,6 @@ def check_equal_to_webdataset(ds: Any, tars: list[str], names: Mapping[str, str]
     assert count == len(ds)
 
 
-NAMES = {
-    "jpg": "image",
-    "cls": "label",
-    "json": "meta",
-    "txt": "text",
-    "tokens.npy": "tokens",
-    "emb.npy": "emb",
-    "score.npy": "score",
-}
-
-
 @pytest.mark.parametrize("sizes", [[1 << 20], [5, 3 << 20], [1 << 20, 5], [700_000] * 3])
 def test_the_last_block_of_a_tar_may_have_any_size(tmp_path: Path, sizes: list[int]) -> None:
     """Values of small blocks are checked together, after a MiB or at the end."""
@@ -107,30 +96,6 @@ def test_the_last_block_of_a_tar_may_have_any_size(tmp_path: Path, sizes: list[i
     for block_size in ("1KB", "8MiB"):
         adopt([path], tmp_path / block_size, block_size=block_size)
         assert [sample["blob"] for sample in shardkit.open(tmp_path / block_size)] == values
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_tars_of_webdataset_are_read_as_webdataset_reads_them(tmp_path: Path) -> None:
-    tars = write_tars(tmp_path / "tars")
-    before = [Path(path).read_bytes() for path in tars]
-    result = adopt(tars, tmp_path / "root", block_size="8KiB")
-    ds = shardkit.open(tmp_path / "root")
-    assert result.manifest is not None
-    assert result.manifest.id == ds.manifest.id
-    assert ds.manifest.adopted
-    assert str(tmp_path) not in ds.manifest.to_bytes().decode(), "manifests hold no paths"
-    digests = [bytes(digest).hex() for digest in ds.table.digest]
-    assert digests == [hashlib.sha256(data).hexdigest() for data in before]
-    assert [Path(path).read_bytes() for path in tars] == before
-    assert not list((tmp_path / "root").rglob("*.tar")), "nothing was copied"
-    # jpg is opaque to shardkit and decoded by webdataset only where it is told how
-    check_equal_to_webdataset(ds, tars, NAMES)
-    assert ds.table.rows.tolist() == [120, 120, 120]
-    index = ds.reader.index(1)
-    assert index.original_key(3) == "part1/s1_0003"
-    assert index.blocks > 5
-    assert not verify(str(tmp_path / "root"), level="decode").exit_code
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

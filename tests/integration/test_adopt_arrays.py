@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import struct
 from collections.abc import Callable
@@ -15,15 +14,13 @@ import pytest
 
 import shardkit
 import shardkit_tools
-from shardkit.copies.verify import verify
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
-from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 from tests.command_line import typed
-from tests.unit.test_importer_numpy import WRITERS, write
+from tests.unit.test_importer_numpy import write
 
 SETTINGS = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
 ROW = 64  # tokens
@@ -44,62 +41,9 @@ def write_tokens(folder: Path, rows: tuple[int, ...] = (500, 333), rest: int = 5
     return paths, np.concatenate(expected)
 
 
-def write_arrays(folder: Path, dtype: str = "float32") -> tuple[list[str], Any]:
-    folder.mkdir(parents=True, exist_ok=True)
-    values = np.random.default_rng(7).normal(0, 50, (800, 4, 9)).astype(dtype)
-    paths = [str(folder / f"part{number}.npy") for number in range(2)]
-    for path, part in zip(paths, np.split(values, [450]), strict=True):
-        np.save(path, part)
-    return paths, values
-
-
-def write_documents(folder: Path, writer: str = "megatron") -> tuple[list[str], Any]:
-    """Write two files of documents of any length, some empty; return the paths of the files and all documents."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rng, values = np.random.default_rng(7), []
-    for number, rows in enumerate((450, 350)):
-        sizes = rng.integers(-9, 90, (rows, 2)).clip(0)  # of the sequences of each document
-        sizes[[0, 7, -1]] = 0
-        documents = [[rng.integers(0, 50257, size).tolist() for size in row] for row in sizes.tolist()]
-        write(
-            folder, [one[: row % 3] for row, one in enumerate(documents)], "uint16", writer, f"part{number}"
-        )
-        values += [list(itertools.chain(*one[: row % 3])) for row, one in enumerate(documents)]
-    return [str(folder / f"part{number}.bin") for number in range(2)], values
-
-
 def rows_of(root: object, field: str) -> Any:
     ds = shardkit.open(str(root), settings=SETTINGS)
     return np.stack([np.asarray(sample[field]) for sample in ds[:]])
-
-
-def batches(root: object, field: str, **settings: Any) -> list[tuple[list[int], Any]]:
-    ds = shardkit.open(str(root), settings=SETTINGS)
-    plan = ds.plan(global_batch=24, lanes=4, seed=5, **settings)
-    with ds.loader(plan, rank=0, world=1, tensors=False) as loader:
-        return [(batch.samples.tolist(), np.array(batch[field])) for batch in loader]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "uint8", "int64", "float16", "bool"])
-def test_arrays_are_what_numpy_reads(tmp_path: Path, dtype: str) -> None:
-    paths, values = write_arrays(tmp_path / "arrays", dtype)
-    before = [Path(path).read_bytes() for path in paths]
-    result = adopt([tmp_path / "arrays"], tmp_path / "root", block_size="4KiB")
-    assert result.rows == 800
-    ds = shardkit.open(tmp_path / "root")
-    assert {name: str(kind) for name, kind in ds.schema.items()} == {"value": f"{dtype}[4,9]"}
-    np.testing.assert_array_equal(rows_of(tmp_path / "root", "value"), values)
-    for samples, found in batches(tmp_path / "root", "value"):
-        np.testing.assert_array_equal(found, values[samples])
-    assert [bytes(digest).hex() for digest in ds.table.digest] == [
-        hashlib.sha256(data).hexdigest() for data in before
-    ]
-    assert not list((tmp_path / "root").rglob("*.rows")), "nothing was copied"
-    assert [Path(path).read_bytes() for path in paths] == before
-    assert not verify(str(tmp_path / "root"), level="decode").exit_code
-    assert ds.reader.index(1).key(3) == "0000000453", "as a build of both would name it"
-    keys = [ds.key(row) for row in (0, 449, 450, 799)]
-    assert keys == ["0000000000", "0000000449", "0000000450", "0000000799"]
 
 
 def test_scalars_of_an_array_are_samples(tmp_path: Path) -> None:
@@ -117,35 +61,6 @@ def test_the_bytes_of_an_index_and_the_id_of_a_version_are_fixed(tmp_path: Path)
     (index,) = shardkit.open(tmp_path / "root").table.index_digest
     assert bytes(index).hex() == INDEX
     assert result.manifest.id == VERSION
-
-
-@pytest.mark.parametrize("writer", sorted(WRITERS))
-def test_documents_are_what_their_index_says(tmp_path: Path, writer: str) -> None:
-    paths, values = write_documents(tmp_path / "documents", writer)
-    with Path(paths[0]).open("ab") as file:
-        file.write(b"after the last document")
-    root = tmp_path / "root"
-    adopt(tmp_path / "documents", root, from_="tokens", block_size="1KiB")
-    build(tmp_path / "documents", tmp_path / "built", from_="tokens", shuffle=False)
-    adopted, built = shardkit.open(root), shardkit.open(tmp_path / "built")
-    assert adopted.schema == built.schema
-    assert {name: str(kind) for name, kind in adopted.schema.items()} == {"tokens": "uint16[*]"}
-    assert len(adopted) == len(values)
-    assert [np.asarray(adopted[row]["tokens"]).tolist() for row in range(800)] == values
-    assert [np.asarray(built[row]["tokens"]).tolist() for row in range(800)] == values
-    assert adopted.key(451) == built.key(451) == "0000000451"
-    plan = adopted.plan(global_batch=24, lanes=4, seed=5)
-    with adopted.loader(plan, rank=0, world=1, tensors=False) as loader:
-        for batch in loader:
-            tokens, borders = batch["tokens"]
-            found = [part.tolist() for part in np.split(tokens, borders[1:-1])]
-            assert found == [values[sample] for sample in batch.samples]
-    assert [bytes(one).hex() for one in adopted.table.digest] == [
-        hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths
-    ]
-    for path in paths:
-        Path(path).with_suffix(".idx").unlink()
-    assert not verify(str(root), level="decode").exit_code, "the index of the shard locates the documents"
 
 
 def test_an_index_takes_no_memory_per_row(tmp_path: Path) -> None:

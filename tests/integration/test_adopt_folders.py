@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import re
@@ -55,52 +54,10 @@ def samples_of(root: object) -> list[dict[str, Any]]:
     return ds[:]
 
 
-def batches(root: object) -> list[tuple[Any, ...]]:
-    ds = shardkit.open(str(root), settings=SETTINGS)
-    plan = ds.plan(global_batch=12, lanes=4, seed=5)
-    with ds.loader(plan, rank=0, world=1, tensors=False) as loader:
-        return [
-            (batch.samples.tolist(), [bytes(one) for one in batch["image"]], batch["label"].tolist())
-            for batch in loader
-        ]
-
-
-@pytest.mark.parametrize("remote", [False, True])
-def test_samples_are_the_files_with_labels_and_captions(
-    tmp_path: Path, remote: bool, proxy: FaultProxy
-) -> None:
-    files = write_pictures(tmp_path / "pictures")
-    source = (
-        upload(proxy.endpoint, BUCKETS[0], tmp_path / "pictures") if remote else str(tmp_path / "pictures")
-    )
-    root = str(tmp_path / "root")
-    result = adopt([source], root, block_size="8KiB")
-    assert (result.rows, result.classes) == (len(files), tuple(sorted(CLASSES)))
-    found, names = samples_of(root), sorted(files)
-    for sample, name in zip(found, names, strict=True):
-        assert sample["image"] == files[name]
-        assert np.array_equal(
-            np.asarray(Image.open(io.BytesIO(sample["image"]))),
-            np.asarray(Image.open(tmp_path / "pictures" / name)),
-        )
-        assert result.classes[sample["label"]] == name.partition("/")[0]
-        caption = tmp_path / "pictures" / name.replace(".png", ".txt")
-        assert sample["text"] == (caption.read_text() if caption.exists() else None)
-    assert not list((tmp_path / "root").rglob("*.rows")), "nothing was copied"
-    assert not verify(root, level="decode").exit_code
-    build(source, tmp_path / "built", shuffle=False)
-    built = shardkit.open(tmp_path / "built")
-    adopted = shardkit.open(root, settings=SETTINGS)
-    assert adopted.schema == built.schema
-    assert adopted.manifest.classes == built.manifest.classes
-    assert found == samples_of(tmp_path / "built")
-    assert [adopted.key(n) for n in range(len(files))] == [built.key(n) for n in range(len(files))]
-
-
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
-def test_metadata_is_joined_as_in_a_build(tmp_path: Path, form: str) -> None:
+def test_captions_and_metadata_are_joined_as_in_a_build(tmp_path: Path, form: str) -> None:
     folder = tmp_path / "pictures"
-    write_pictures(folder, captions=0)
+    write_pictures(folder)
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.png"))
     rows = [{"file_name": name, "score": n / 4, "who": f"Zoë {n}"} for n, name in enumerate(names[:-1])]
     with (folder / f"metadata.{form}").open("w", newline="") as out:
@@ -112,8 +69,13 @@ def test_metadata_is_joined_as_in_a_build(tmp_path: Path, form: str) -> None:
             writer.writerows(rows)
     adopt([folder], tmp_path / "root", block_size="4KiB")
     found = samples_of(tmp_path / "root")
-    expected = [{"score": row["score"], "who": row["who"]} for row in rows] + [{"score": None, "who": None}]
-    assert [{name: sample[name] for name in ("score", "who")} for sample in found] == expected
+    texts = [f"käption {n}\n" if n % 3 else None for _ in CLASSES for n in range(EACH)]
+    others = [(row["score"], row["who"]) for row in rows] + [(None, None)]
+    images = [(folder / name).read_bytes() for name in names]
+    assert [(one["image"], one["text"], (one["score"], one["who"])) for one in found] == [
+        *zip(images, texts, others, strict=True)
+    ]
+    assert not list((tmp_path / "root").rglob("*.rows")), "nothing was copied"
     build(str(folder), tmp_path / "built", shuffle=False)
     assert found == samples_of(tmp_path / "built")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from shardkit.copies.verify import verify
 from shardkit.errors import SourceError, UsageError
 from shardkit.reading.read_path import ReadSettings
 from shardkit_tools.adopting import adopt
-from shardkit_tools.building.build_run import build
 from shardkit_tools.importers import ImportOptions
 from tests.integration.test_adopt_folders import adopt_killed
 
@@ -58,54 +56,6 @@ def write_json(folder: Path) -> list[dict[str, Any]]:
                 out.write("  \n" * (n % 11 == 0))
     (folder / "empty.jsonl").write_bytes(b"")
     return rows
-
-
-def write_csv(folder: Path) -> list[dict[str, str]]:
-    """Write CSV with quotes, line ends inside cells and an unnamed first column; return the cells."""
-    folder.mkdir()
-    names = ["", "name", "v", "flag", "code"]
-    rows = [
-        [str(n), f'a "q", {n}\r\nzweite\rdritte', "" if n % 3 == 0 else str(n / 7), "true", f"{n:05d}"]
-        for n in range(200)
-    ]
-    for file in range(2):
-        with (folder / f"{file}.csv").open("w", newline="", encoding="utf-8-sig" if file else "utf-8") as out:
-            writer = csv.writer(out)
-            writer.writerow(names)
-            writer.writerows(rows[100 * file : 100 * file + 100])
-    return [dict(zip(["index", *names[1:]], row, strict=True)) for row in rows]
-
-
-def test_rows_are_what_json_reads(tmp_path: Path) -> None:
-    rows = write_json(tmp_path / "lines")
-    source = str(tmp_path / "lines")
-    result = adopt([source], tmp_path / "root", block_size="2KiB")
-    assert result.notes == ("files without a byte (1): empty.jsonl",)
-    assert rows_of(tmp_path / "root") == [{"late": None} | row for row in rows]
-    assert shardkit.open(tmp_path / "root").reader.index(0).blocks > 3
-    build(source, tmp_path / "built", shuffle=False)
-    ours, built = shardkit.open(tmp_path / "root", settings=SETTINGS), shardkit.open(tmp_path / "built")
-    assert ours.schema == built.schema
-    assert rows_of(tmp_path / "root") == rows_of(tmp_path / "built")
-    assert [ours.key(n) for n in (0, 79, 80, 239)] == [built.key(n) for n in (0, 79, 80, 239)]
-    assert not verify(str(tmp_path / "root"), level="decode").exit_code
-
-
-def test_cells_are_what_csv_reads(tmp_path: Path) -> None:
-    cells = write_csv(tmp_path / "tables")
-    source = str(tmp_path / "tables")
-    adopt([source], tmp_path / "root", block_size="1KiB")
-    found = rows_of(tmp_path / "root")
-    for row, expected in zip(found, cells, strict=True):
-        assert (row["index"], row["name"], row["code"]) == (
-            int(expected["index"]),
-            expected["name"],
-            expected["code"],
-        )
-        assert row["v"] == (float(expected["v"]) if expected["v"] else None)
-    build(source, tmp_path / "built", shuffle=False)
-    assert found == rows_of(tmp_path / "built")
-    assert not verify(str(tmp_path / "root"), level="decode").exit_code
 
 
 def test_bad_lines_are_listed_or_left_out_and_counted(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -101,19 +101,6 @@ def _rows(value: Any) -> list[Any]:
 def indexes(root: Path) -> list[ShardIndex]:
     ds = shardkit.open(root)
     return [ds.reader.index(shard) for shard in range(len(ds.table))]
-
-
-def test_rows_are_what_pyarrow_reads(tmp_path: Path) -> None:
-    paths, rows = write_tables(tmp_path / "tables")
-    before = [path.read_bytes() for path in paths]
-    result = adopt([tmp_path / "tables"], tmp_path / "root")
-    assert result.rows == 800
-    assert samples(tmp_path / "root") == list(map(expected, rows))
-    assert [path.read_bytes() for path in paths] == before
-    assert not verify(tmp_path / "root").damaged
-    ds = shardkit.open(tmp_path / "root")
-    assert ds.table.segment_rows.tolist() == [500, 50, 167, 83]
-    assert ds.key(799) == "0000000799"
 
 
 @pytest.mark.parametrize("field", ["id", "image", "tokens", "turns"])
@@ -269,9 +256,6 @@ def test_a_dictionary_that_could_fill_the_memory_is_decoded(tmp_path: Path) -> N
 # ---- Arrow IPC files, streams and Feather
 
 
-Write = Callable[[Path, Any], None]
-
-
 def write_file(path: Path, rows: Any) -> None:
     with pa.ipc.new_file(path, rows.schema) as writer:
         writer.write_table(rows, 64)
@@ -280,34 +264,6 @@ def write_file(path: Path, rows: Any) -> None:
 def write_stream(path: Path, rows: Any) -> None:
     with pa.ipc.new_stream(path, rows.schema) as writer:
         writer.write_table(rows, 64)
-
-
-def write_zstd(path: Path, rows: Any) -> None:
-    with pa.ipc.new_file(path, rows.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_table(rows.slice(0, 30), 64)
-        writer.write_table(rows.slice(30), 64)
-
-
-def write_feather(path: Path, rows: Any) -> None:
-    pa.feather.write_feather(rows, path, chunksize=64)  # lz4
-
-
-@pytest.mark.parametrize("write", [write_file, write_stream, write_zstd, write_feather])
-def test_rows_of_arrow_files_are_what_pyarrow_reads(tmp_path: Path, write: Write) -> None:
-    (tmp_path / "tables").mkdir()
-    for number in range(2):
-        write(tmp_path / "tables" / f"{number}.arrow", table(300 * number, 300))
-    result = adopt([tmp_path / "tables"], tmp_path / "adopted")
-    assert result.rows == 600
-    rows = pa.concat_tables([table(0, 300), table(300, 300)]).to_pylist()
-    assert samples(tmp_path / "adopted") == list(map(expected, rows))
-    build(str(tmp_path / "tables"), tmp_path / "built", shuffle=False)
-    assert shardkit.open(tmp_path / "built").schema == shardkit.open(tmp_path / "adopted").schema
-    assert samples(tmp_path / "built") == samples(tmp_path / "adopted")
-    for numbers, found in batches(tmp_path / "adopted", ["id", "text"]):
-        assert found["id"] == numbers
-        assert found["text"] == [rows[number]["text"] for number in numbers]
-    assert not verify(tmp_path / "adopted").damaged
 
 
 def test_what_cannot_be_adopted_of_arrow_files_is_named(tmp_path: Path) -> None:
