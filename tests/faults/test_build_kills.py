@@ -18,7 +18,7 @@ import pytest
 import shardkit
 import shardkit_tools
 from shardkit.dataset.scratch import ScratchFolder
-from shardkit.errors import CommitConflict, IntegrityError, ShardkitError, StoreError, StoreFullError
+from shardkit.errors import CommitConflict, ShardkitError, StoreError, StoreFullError
 from shardkit.repository.repository import Repository
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.store import parse_object_name
@@ -224,27 +224,6 @@ def test_a_full_disk_under_create(tmp_path: Path, where: str, monkeypatch: pytes
         fill()
     assert Repository.open(tmp_path / "root").head().n == 0
     check_nothing_torn(tmp_path / "root")
-
-
-@pytest.mark.usefixtures("small")
-def test_damaged_scratch_is_noticed_and_not_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bit flips in scratch after the task was journaled: an error, no wrong sample, and the next run reads anew."""
-    source = folder(tmp_path / "source")
-    root = tmp_path / "root"
-    job = job_of_a_stopped_build(source, root, monkeypatch)
-    for path in job.iterdir():
-        if path.suffix == ".done":
-            path.unlink()
-        if path.name.startswith("part-"):
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
-    with pytest.raises(IntegrityError, match="scratch record"):
-        build(source, root)
-    assert Repository.open(root).head().n == 0
-    assert build(source, root) == build(source, tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("small")

@@ -148,18 +148,6 @@ class TestBlocks:
             assert set(pool.map(run, range(16))) == {data}
         assert len(calls) == 1
 
-    def test_what_fails_to_come_leaves_nothing(self, cache: BlockCache, tmp_path: Path) -> None:
-        request, data = block_of(1)
-
-        def fail() -> bytes:
-            raise IntegrityError("wrong bytes")
-
-        with pytest.raises(IntegrityError):
-            cache.fetch(request, fail)
-        assert check_directory(tmp_path / "cache", MIB) == 0
-        assert list((tmp_path / "cache" / "tmp").iterdir()) == []
-        assert cache.fetch(request, lambda: data) == data
-
 
 class TestDamage:
     """What lies in the directory is trusted by nobody."""
@@ -405,12 +393,6 @@ class TestServing:
         stats = events.stats()
         assert stats["bytes_from_neighbour-0"] == len(data)
         assert stats["remote_missing"] == 0, "what a neighbour lacks is nothing to report"
-
-    def test_a_lying_neighbour_harms_nobody(self, cache: BlockCache, server: CacheServer) -> None:
-        request, data = block_of(1)
-        cache.fetch(request, lambda: data)
-        Path(cache.path, block_name(request.sha256)).write_bytes(bytes(len(data)))
-        assert NearbyCaches([server.url], lambda _: [0], ReadEvents()).read(request) is None
 
     @pytest.mark.parametrize("size", ["-1", "-99999999999", "1e3", "", "+5", "9" * 30])
     def test_a_size_that_is_none_is_the_neighbours_failure(self, size: str) -> None:

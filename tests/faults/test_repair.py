@@ -22,19 +22,18 @@ from shardkit.copies.verify import verify
 from shardkit.copies.walk import CheckSettings
 from shardkit.dataset.removing import erase
 from shardkit.documents import encode, utc_text
-from shardkit.errors import NotFoundError, StoreError, UsageError
+from shardkit.errors import NotFoundError, StoreError
 from shardkit.reading.attestations import Attestation, Records, put_attestations, read_attestations
 from shardkit.reading.objects import check_object
 from shardkit.reading.parity.sets import find_records
 from shardkit.reading.read_path import ReadSettings
-from shardkit.repository.policy import LocationRecord, Parity
+from shardkit.repository.policy import Parity
 from shardkit.repository.repository import Repository
 from shardkit.repository.versions import load_manifest
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.local import LocalStore
 from shardkit.testing.memory_store import MemoryStore
 from tests.command_line import call as called
-from tests.command_line import document_of
 from tests.faults.faulty_operations import FaultyOperations
 from tests.flips import flip
 from tests.servers.object_stores import s3_environment
@@ -102,17 +101,6 @@ class TestSources:
         assert code == 4
         assert "Lost: 3 objects" in told
         assert "put it back from a backup" in told
-
-    def test_a_place_that_is_named_by_hand(self, tmp_path: Path) -> None:
-        make(tmp_path / "root")
-        shutil.copytree(tmp_path / "root", tmp_path / "backup")
-        truth = whole(tmp_path / "root")
-        shards(tmp_path / "root")[0].unlink()
-        assert call("repair", tmp_path / "root")[0] == 4
-        code, told = call("repair", tmp_path / "root", "--location", f"backup={tmp_path / 'backup'}")
-        assert code == 0, told
-        assert "backup" in told
-        assert whole(tmp_path / "root") == truth
 
     def test_members_are_read_where_they_are_good(self, tmp_path: Path) -> None:
         """A shard rots in the root before it has parity: it is encoded from the mirror, and healed from there."""
@@ -404,22 +392,6 @@ class TestCommands:
         done = scrub(str(tmp_path), older_than_s=3_600)
         assert done.locations["root"].not_due == len(looks.get("root", {}))
         assert done.exit_code == 0
-
-    def test_json_is_the_whole_of_it(self, tmp_path: Path) -> None:
-        make(tmp_path)
-        for command, keys in (
-            ("repair", {"healed", "lost", "unchecked", "exit_code", "copies"}),
-            ("scrub", {"locations", "remaining", "repair", "exit_code"}),
-        ):
-            assert keys <= document_of(command, tmp_path).keys()
-
-
-def test_levels_and_names_are_checked(tmp_path: Path) -> None:
-    make(tmp_path)
-    with pytest.raises(UsageError):
-        repair(str(tmp_path), level="deep")
-    record = LocationRecord.parse(f"copy={tmp_path / 'nothing'}")
-    assert repair(str(tmp_path), settings=CheckSettings(locations=[record])).exit_code == 3
 
 
 def test_erasing_takes_the_parity_along(tmp_path: Path) -> None:

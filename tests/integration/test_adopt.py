@@ -70,24 +70,6 @@ def write_tar(path: Path, members: Mapping[str, bytes], tar_format: int = tarfil
     return str(path)
 
 
-def check_equal_to_webdataset(ds: Any, tars: list[str], names: Mapping[str, str]) -> None:
-    """Every value is the one that webdataset's own decoders give."""
-    theirs = webdataset.WebDataset(tars, shardshuffle=False, empty_check=False).decode()
-    count = 0
-    for row, other in enumerate(theirs):
-        ours = ds[row]
-        assert set(ours) == set(names.values())
-        for extension, name in names.items():
-            value = other[extension]
-            if isinstance(value, np.ndarray):
-                assert np.array_equal(ours[name], value), (row, name)
-                assert np.asarray(ours[name]).dtype == value.dtype or value.ndim == 0
-            else:
-                assert ours[name] == value, (row, name)
-        count += 1
-    assert count == len(ds)
-
-
 @pytest.mark.parametrize("sizes", [[1 << 20], [5, 3 << 20], [1 << 20, 5], [700_000] * 3])
 def test_the_last_block_of_a_tar_may_have_any_size(tmp_path: Path, sizes: list[int]) -> None:
     """Values of small blocks are checked together, after a MiB or at the end."""
@@ -96,27 +78,6 @@ def test_the_last_block_of_a_tar_may_have_any_size(tmp_path: Path, sizes: list[i
     for block_size in ("1KB", "8MiB"):
         adopt([path], tmp_path / block_size, block_size=block_size)
         assert [sample["blob"] for sample in shardkit.open(tmp_path / block_size)] == values
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_tars_of_gnu_tar_are_read_as_webdataset_reads_them(tmp_path: Path) -> None:
-    folder = tmp_path / "files"
-    (folder / "deep" / ("d" * 90)).mkdir(parents=True)
-    stems = [folder / f"a{n}" for n in range(9)] + [folder / "deep" / ("d" * 90) / f"b{n}" for n in range(9)]
-    for number, stem in enumerate(stems):
-        stem.with_suffix(".cls").write_bytes(b" %03d\n" % number if number % 2 else b"+%d" % number)
-        stem.with_suffix(".txt").write_text(f"text {number}")
-        stem.with_suffix(".npy").write_bytes(npy(np.arange(4, dtype=np.uint16) + number, (2, 0)))
-    for tar_format in ("gnu", "ustar", "posix"):
-        tar = tmp_path / f"{tar_format}.tar"
-        command = ["tar", f"--format={tar_format}", "--sort=name", "-cf", str(tar), "-C", str(folder), "."]
-        subprocess.run(command, check=True)
-        adopt([tar], tmp_path / tar_format)
-        ds = shardkit.open(tmp_path / tar_format)
-        check_equal_to_webdataset(ds, [str(tar)], {"txt": "text", "npy": "array", "cls": "label"})
-        assert len(ds) == 18
-        assert not verify(str(tmp_path / tar_format), level="decode").exit_code
 
 
 def test_runs_of_one_label_are_strata(tmp_path: Path) -> None:

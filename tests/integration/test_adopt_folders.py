@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 from codecs import BOM_UTF8
 from pathlib import Path
@@ -178,21 +177,6 @@ def test_a_continued_adoption_numbers_the_labels_of_today(
     (folder / "cats" / "3.png").rename(folder / "cows" / "3.png")
     adopt([folder], root)
     assert [sample["label"] for sample in samples_of(root)] == [0, 0, 0, 1, *[2] * 4, *[3] * 4]
-
-
-def test_links_are_followed_on_request_and_loops_are_named(tmp_path: Path) -> None:
-    folder = tmp_path / "pictures"
-    files = write_pictures(folder, captions=0)
-    (tmp_path / "elsewhere.png").write_bytes(files["cats/000.png"])
-    os.symlink(tmp_path / "elsewhere.png", folder / "cats" / "zzz.png")
-    with pytest.raises(SourceError, match="--follow-links"):
-        adopt([folder], tmp_path / "root")
-    result = adopt([folder], tmp_path / "root", options=ImportOptions(follow_links=True))
-    assert result.rows == len(files) + 1
-    assert len(samples_of(tmp_path / "root")) == result.rows
-    os.symlink(folder, folder / "dogs" / "loop")
-    with pytest.raises(SourceError, match="loop"):
-        adopt([folder], tmp_path / "other", options=ImportOptions(follow_links=True))
 
 
 def test_texts_and_names_of_every_kind(tmp_path: Path) -> None:

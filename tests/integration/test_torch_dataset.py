@@ -243,22 +243,6 @@ def test_stateful_data_loader_resumes(
     assert seen == reference[: 2 * STEPS]
 
 
-def test_every_rank_reads_its_own_lanes(ds: shardkit.Dataset) -> None:
-    plan = _plan(ds)
-    ranks = [
-        [
-            batch.samples.tolist()
-            for batch in shardkit.torch.DataLoader(
-                shardkit.torch.dataset(ds, plan, rank=rank, world=2), num_workers=2
-            )
-        ]
-        for rank in range(2)
-    ]
-    assert [a + b for a, b in zip(*ranks, strict=True)] == [
-        plan.step(s).ravel().tolist() for s in range(STEPS)
-    ]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [TorchDataLoader, "torchdata"])
 def test_a_batch_size_is_refused(ds: shardkit.Dataset, workers: int, kind: Any) -> None:

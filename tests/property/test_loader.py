@@ -142,15 +142,6 @@ def test_batch_transform_sees_the_same_generators(dataset: shardkit.Dataset) -> 
     np.testing.assert_array_equal(one["noise"], other["noise"])
 
 
-def test_the_least_memory_is_kept_to_and_changes_nothing(dataset: shardkit.Dataset) -> None:
-    plan = dataset.plan(global_batch=20, lanes=5, window_blocks=2)
-    wide = dataset.loader(plan, tensors=False, memory="1GiB")
-    expected = list(_stream(wide))
-    narrow = dataset.loader(plan, tensors=False, memory=wide.memory_needed)
-    assert list(_stream(narrow)) == expected
-    assert narrow.stats()["peak_bytes"] <= wide.memory_needed
-
-
 def test_a_step_that_needs_more_than_the_memory_bound_is_said_and_loaded(tmp_path: Path) -> None:
     with shardkit.create(
         str(tmp_path / "data"), {"x": "bytes"}, block_size="32KiB", shard_size="64KiB"
@@ -208,16 +199,6 @@ def test_a_full_shuffle_that_does_not_fit_is_said_without_windows(tmp_path: Path
         pytest.warns(RuntimeWarning, match=r'memory=.2MiB. is too little: .*shuffle="full"'),
     ):
         assert sorted(int(x) for batch in loader for x in batch["x"][:, 0]) == list(range(1200))
-
-
-def test_batches_pickle(dataset: shardkit.Dataset) -> None:
-    import pickle
-
-    batch = next(iter(dataset.loader(dataset.plan(global_batch=20, lanes=5), tensors=False)))
-    again = pickle.loads(pickle.dumps(batch))
-    assert isinstance(again, Batch)
-    assert (again.step, again.lane, again.weight) == (batch.step, batch.lane, batch.weight)
-    np.testing.assert_array_equal(again["image"], batch["image"])
 
 
 def test_the_state_of_a_parent_fits_its_amendment_up_to_where_they_part(dataset: shardkit.Dataset) -> None:

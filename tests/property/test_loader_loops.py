@@ -21,7 +21,6 @@ import shardkit
 from shardkit.errors import (
     ConfigurationError,
     IntegrityError,
-    NotFoundError,
     RunError,
     StateError,
     UsageError,
@@ -278,12 +277,6 @@ def test_arguments_of_another_kind_are_refused_in_words(
         ds.loader(_plan(ds), **options)
 
 
-@pytest.mark.parametrize("state", [None, [], "x", 5, {}, {"version": 1}])
-def test_what_is_no_state_is_refused_in_words(ds: shardkit.Dataset, state: Any) -> None:
-    with ds.loader(_plan(ds), tensors=False) as loader, pytest.raises(StateError, match="loader state"):
-        loader.load_state_dict(state)
-
-
 @pytest.mark.parametrize("step", [-1, 1.5, True, "1", None, 10**30])
 def test_steps_that_do_not_exist_are_refused_in_words(ds: shardkit.Dataset, step: Any) -> None:
     with ds.loader(_plan(ds), tensors=False) as loader:
@@ -291,13 +284,6 @@ def test_steps_that_do_not_exist_are_refused_in_words(ds: shardkit.Dataset, step
             loader.seek(step)
         with pytest.raises(StateError, match="expected a whole number"):
             loader.load_state_dict(loader.state_dict() | {"step": step})
-
-
-def test_a_sample_past_the_end_is_an_index_error(ds: shardkit.Dataset) -> None:
-    for index in (len(ds), -len(ds) - 1):
-        with pytest.raises(IndexError, match="does not exist") as caught:
-            ds[index]
-        assert isinstance(caught.value, NotFoundError)
 
 
 # from one epoch to the next

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import PlanError
-from shardkit.plan import Assignment, Population, assign, data_coordinates, make_plan
+from shardkit.plan import Assignment, assign, data_coordinates
 
 some = settings(max_examples=60, deadline=None)
 worlds = st.integers(1, 64).flatmap(lambda lanes: st.tuples(st.just(lanes), st.integers(1, lanes)))
@@ -72,39 +72,6 @@ def test_shares_by_speed_end_as_early_as_any(speeds, lanes):  # type: ignore[no-
     # no share can end earlier: at any earlier time all ranks together had worked fewer lanes
     earlier = slowest * (1 - 1e-9)
     assert sum(max(1, int(earlier * s)) for s in speeds) < lanes or slowest == max(1 / s for s in speeds)
-
-
-def test_one_rank_at_half_speed_among_eight_works_half_as_much():  # type: ignore[no-untyped-def]
-    found = assign(64, 8, speeds=[1, 1, 1, 0.5, 1, 1, 1, 1])
-    assert [len(found.lanes_of(r)) for r in range(8)] == [9, 9, 9, 4, 9, 8, 8, 8]
-
-
-@pytest.mark.parametrize("ranks", range(1, 18))
-def test_every_world_size_sees_the_same_run(ranks):  # type: ignore[no-untyped-def]
-    lanes, batch = 34, 34
-    for left in (*range(0, batch, 5), 1, batch - 1):
-        population = Population.of(
-            f"left {left}",
-            ["a", "b", "c"],
-            [(s, t, 16 + (s == 0) * (t == 1) * left) for s in range(6) for t in range(3)],
-            4,
-        )
-        for remainder in ("drop", "short"):
-            plan = make_plan(population, global_batch=batch, lanes=lanes, remainder=remainder)
-            assert plan.steps_per_epoch is not None
-            whole = plan.steps(0, plan.steps_per_epoch)
-            owners = assign(lanes, ranks)
-            parts = [
-                make_plan(population, global_batch=batch, lanes=lanes, remainder=remainder).steps(
-                    0, plan.steps_per_epoch, owners.lanes_of(rank)
-                )
-                for rank in range(ranks)
-            ]
-            assert {len(part) for part in parts} == {plan.steps_per_epoch}  # equally many steps on every rank
-            assert (np.concatenate(parts, axis=1) == whole).all()
-            seen = whole[whole >= 0]
-            total = population.rows - (population.rows % batch if remainder == "drop" else 0)
-            assert len(set(seen.tolist())) == len(seen) == total
 
 
 def test_mesh_axes_that_share_data():  # type: ignore[no-untyped-def]

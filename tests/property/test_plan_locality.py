@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardkit.plan import Plan, Population, make_plan
+from shardkit.plan import Population, make_plan
 from shardkit.plan.report import (
     describe_plan,
     efficiency,
@@ -69,33 +69,6 @@ def test_what_lanes_hold_is_what_they_draw() -> None:
         )
         blocks = plan.blocks(0, plan.steps_per_epoch, [lane])
         assert set(blocks[:, 0].tolist()) == set(lane_shards(plan, lane).tolist())
-
-
-@pytest.mark.parametrize("batch", [512, 4096])
-def test_imagenet_keeps_locality_and_a_small_working_set(batch: int) -> None:
-    plan = make_plan(IMAGENET, global_batch=batch, lanes=64)
-    for nodes in (2, 4, 8):
-        reads = node_reads(plan, nodes)
-        assert sum(reads.shards) - 500 <= 4 * (nodes - 1)
-    assert open_blocks(plan, lane=17) <= plan.settings.window_blocks + 2 * plan.cell_size
-
-
-def open_blocks(plan: Plan, lane: int) -> int:
-    """Most blocks that are partly drawn between two steps."""
-    assert plan.steps_per_epoch is not None
-    order, population = plan.grid.order, plan.population
-    cells = plan.cells(0, plan.steps_per_epoch, lane)
-    segment = order.segments_of(cells.ravel())
-    begin = np.cumsum(population.segment_rows) - population.segment_rows
-    size = population.shard_block_rows[population.segment_shard[segment]]
-    block = segment * 10_000 + (cells.ravel() - begin[segment]) // size
-    step = np.repeat(np.arange(len(cells)), plan.cell_size)
-    _, first = np.unique(block, return_index=True)
-    last = len(block) - 1 - np.unique(block[::-1], return_index=True)[1]
-    ends = len(cells) + 2
-    opened, closed = (np.bincount(step[at] + 1, minlength=ends) for at in (first, last))
-    change = opened - closed
-    return int(np.cumsum(change).max())
 
 
 SHAPES = {

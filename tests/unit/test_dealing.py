@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.errors import ConfigurationError, StateError, StoreError
+from shardkit.errors import ConfigurationError, StoreError
 from shardkit.ledger import Ledger
 from shardkit.loader import Loader, Rebalancing
 from shardkit.loader.lanes import bytes_nearby
@@ -177,19 +177,6 @@ def test_the_parent_of_dataloader_workers_decides(ds: shardkit.Dataset, plan: Pl
                 plan.step(step)[lanes].ravel().tolist() for step in range(plan.loop_steps)
             ]
             data.set_epoch(0)
-
-
-def test_ranks_that_want_other_rules_are_named(ds: shardkit.Dataset, plan: Plan) -> None:
-    store = dist.HashStore()
-
-    def begin(rank: int) -> Loader:
-        return ds.loader(plan, rank=rank, world=2, store=store, assignment=("near", "fixed")[rank])
-
-    with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(begin, rank) for rank in range(2)]
-    for one in found:
-        with pytest.raises(StateError, match="assignment is 'near' on rank 0, 'fixed' on rank 1"):
-            one.result()
 
 
 def test_lanes_of_a_slow_rank_go_to_who_has_their_bytes(

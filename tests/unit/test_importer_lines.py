@@ -162,17 +162,6 @@ def test_a_field_that_begins_late_is_kept_or_left_out_as_the_message_says(
         assert [dict(row.sample) for row in read_all(dropped)] == [{"id": 1}, {"id": 2}, {"id": 3}]
 
 
-def test_files_of_tokens_are_not_taken_for_blobs(tmp_path: Path) -> None:
-    for names in (["train.bin", "val.bin"], ["text.bin", "text.idx"]):
-        folder = tmp_path / names[0]
-        folder.mkdir()
-        for name in names:
-            (folder / name).write_bytes(bytes(100))
-        with pytest.raises(SourceError, match="look like files of tokens"):
-            open_source(str(folder))
-    assert list(open_source(str(tmp_path / "train.bin"), "folder").schema) == ["blob"]
-
-
 DIRTY_ROWS = {"undecodable": b"9,\xff\n", "quotes": b'9,"a"b\n', "cells": b"9\n", "words": b"nine,x\n"}
 
 
@@ -246,9 +235,3 @@ def test_an_array_is_read_whatever_its_extension(tmp_path: Path, name: str) -> N
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     source = open_source(str(tmp_path))
     assert [row.sample["n"] for row in read_all(source)] == [1, 2]
-
-
-def test_an_object_over_several_lines_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{\n  "data": [{"n": 1}]\n}\n')
-    with pytest.raises(SourceError, match=r"continues on the next line; .*jq -c"):
-        open_source(str(tmp_path / "a.json"))

@@ -2,15 +2,11 @@ from __future__ import annotations
 
 import functools
 import http.server
-import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import shardkit
@@ -49,26 +45,6 @@ def test_folders_files_and_globs_behind_a_url(bucket: str, tmp_path: Path) -> No
     assert shardkit.open(tmp_path / "root").source(0) is not None
     for path in (tmp_path / "root").rglob("*"):
         assert not path.is_file() or b"memory:" not in path.read_bytes(), f"{path} holds the URL"
-
-
-def test_seekable_formats_behind_a_url(bucket: str) -> None:
-    stream = io.BytesIO()
-    pq.write_table(pa.table({"a": list(range(100))}), stream, row_group_size=10)
-    put(f"{bucket}/t/a.parquet", stream.getvalue())
-    assert [row.sample["a"] for row in check_importer(open_source(f"{bucket}/t"))] == list(range(100))
-    stream = io.BytesIO()
-    np.save(stream, np.asfortranarray(np.arange(12).reshape(4, 3)))
-    put(f"{bucket}/n/a.npy", stream.getvalue())
-    assert [np.asarray(r.sample["value"]).tolist() for r in check_importer(open_source(f"{bucket}/n"))][
-        1
-    ] == [3, 4, 5]
-
-
-def test_the_same_rows_as_from_a_path(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.txt").write_text("two")
-    local, remote = read_all(open_source(str(tmp_path))), read_all(open_source(f"file://{tmp_path}"))
-    assert [dict(row.sample) for row in local] == [dict(row.sample) for row in remote]
 
 
 def test_errors_behind_a_url(bucket: str) -> None:

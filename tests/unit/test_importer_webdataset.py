@@ -253,13 +253,6 @@ def test_a_field_that_begins_late_is_taken_as_the_message_says(
     assert [member in row.sample for row in rows] == [False, False, False, True]
 
 
-def test_a_tar_without_samples_is_named(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", {"1.txt": b"x"})
-    (tmp_path / "b.tar").write_bytes(bytes(10240))
-    with pytest.raises(SourceError, match=r"b\.tar: the tar holds no samples"):
-        read_all(open_source(str(tmp_path)))
-
-
 def test_names_may_hold_line_ends(tmp_path: Path) -> None:
     members = {f"{number}{end}b.txt": b"%d" % number for number in range(9) for end in ("\n", "")}
     path = write_tar(tmp_path / "a.tar", members)
