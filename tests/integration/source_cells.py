@@ -189,18 +189,23 @@ def _json_lines(folder: Path) -> Rows:
     return [json.loads(line) for text in texts for line in text.split("\n") if line.strip()]
 
 
-def _csv(extension: str, delimiter: str) -> Callable[[Path], Rows]:
+def _csv(extension: str, delimiter: str, encoding: str, text: str) -> Callable[[Path], Rows]:
     def write(folder: Path) -> Rows:
         path = folder / f"all.{extension}"
-        with path.open("w", newline="", encoding="utf-8") as stream:
+        with path.open("w", newline="", encoding=encoding) as stream:
             writer = csv.writer(stream, delimiter=delimiter)
-            writer.writerow(["id", "text", "share"])
-            text = "n° {}, é" if delimiter == "\t" else 'n° {}, "é"\r\nzweite\rdritte'  # no quotes in TSV
-            writer.writerows([n, text.format(n), n / 8] for n in range(COUNT))
-        with path.open(newline="", encoding="utf-8") as stream:
-            found = csv.DictReader(stream, delimiter=delimiter)
+            writer.writerow(["id", "text", "share", "code", "maybe"])
+            for n in range(COUNT):
+                writer.writerow([n, text.format(n), n / 8, f"{n:05}", n if n % 3 else ""])
+        with path.open(newline="", encoding=encoding) as stream:
             return [
-                {"id": int(row["id"]), "text": row["text"], "share": float(row["share"])} for row in found
+                {
+                    **row,
+                    "id": int(row["id"]),
+                    "share": float(row["share"]),
+                    "maybe": int(row["maybe"]) if row["maybe"] else None,
+                }
+                for row in csv.DictReader(stream, delimiter=delimiter)
             ]
 
     return write
@@ -245,8 +250,8 @@ SOURCES = {
     "megatron": Source(_documents("megatron"), "/text.*", from_="tokens"),
     "fairseq": Source(_documents("fairseq"), from_="tokens"),
     "jsonl": Source(_json_lines, "/*.jsonl"),
-    "csv": Source(_csv("csv", ","), "/all.csv"),
-    "tsv": Source(_csv("tsv", "\t"), "/all.tsv"),
+    "csv": Source(_csv("csv", ",", "utf-8-sig", 'n° {}, "é"\r\nzweite\rdritte'), "/all.csv"),
+    "tsv": Source(_csv("tsv", "\t", "utf-8", "n° {}, é"), "/all.tsv"),
     "folder": Source(_folder, from_="folder"),
     "text": Source(_texts, from_="text"),
 }

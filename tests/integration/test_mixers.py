@@ -128,12 +128,6 @@ def whole(root: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[lis
     return train(root, run), root_of(run)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_do_not_change_what_is_trained(root: str, whole: Any, tmp_path: Path, world: int) -> None:
-    assert train(root, tmp_path / "run", world=world) == whole[0]
-    assert root_of(tmp_path / "run") == whole[1]
-
-
 def test_a_second_loader_takes_no_losses_of_the_first_from_a_store(root: str, tmp_path: Path) -> None:
     store = HashStore()
     train(root, tmp_path / "first", world=2, store=store)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,9 @@ import shardkit
 from shardkit.audit import audit_run, load_run
 from shardkit.errors import ConfigurationError
 from shardkit.ledger.decisions import recorded_decisions
-from shardkit.telemetry.records import read_documents
 from shardkit_trainer import load_configuration
 from shardkit_trainer.training import Summary, train
 from tests.command_line import call, output_of
-from tests.integration.forked import OUTPUT, become_rank, start_ranks
 
 STEPS = 40
 MIXED = """
@@ -130,33 +125,3 @@ def test_a_function_of_the_user_decides(tmp_path: Path, texts: str) -> None:
 def test_settings_that_do_not_fit(tmp_path: Path, texts: str, text: str, message: str) -> None:
     with pytest.raises((ConfigurationError, shardkit.errors.PlanError), match=message):
         start(tmp_path, texts, text)
-
-
-def test_a_job_that_is_killed_continues_on_other_ranks(tmp_path: Path, texts: str) -> None:
-    """SIGKILL of two ranks; one rank goes on, decides as before, and an audit accounts for all of it."""
-    run = tmp_path / "run"
-    more: dict[str, Any] = {"parallel.exact": "fp64", "log.every": 1}
-    (tmp_path / "whole").mkdir()
-    start(tmp_path / "whole", texts, **more)
-    start(tmp_path, texts, **more | {"run.steps": 6})
-    endless = [
-        str(tmp_path / "run.toml"),
-        *_overrides(tmp_path, texts),
-        "run.steps=100000",
-        "parallel.exact=fp64",
-    ]
-    ranks = start_ranks(2, become_rank, endless, environment={**os.environ, OUTPUT: str(tmp_path / "job")})
-    try:
-        while max(one.get("step", 0) for one in read_documents(run / "metrics" / "train.jsonl")) < 17:
-            assert [rank.poll() for rank in ranks] == [None, None], (tmp_path / "job.err").read_text()
-            time.sleep(0.02)
-    finally:
-        for rank in ranks:
-            rank.kill()
-        assert [rank.wait(60) for rank in ranks] == [-signal.SIGKILL] * 2
-    taken = int(load_run(run).branch["step"].max()) + 1
-    assert start(tmp_path, texts, **more | {"run.steps": max(STEPS, taken + 12)}).finished
-    whole, killed = (load_run(path).branch["digest"] for path in (tmp_path / "whole" / "run", run))
-    assert killed[:STEPS].tobytes() == whole.tobytes()
-    result = audit_run(run)
-    assert result.exit_code == 0, result.findings

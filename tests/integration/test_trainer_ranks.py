@@ -49,10 +49,10 @@ def start(result: Path, nproc: int, cases: Sequence[str]) -> None:
 
 
 CASES = {
-    1: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "curves"),
-    2: ("gradients", "exact_hashes", "save", "bytes_held", "fallback", "reductions", "unsent", "local_steps",
+    1: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp"),
+    2: ("gradients", "exact_hashes", "save", "bytes_held", "reductions", "unsent", "local_steps",
         "own_seconds", "foreign_fsdp"),
-    3: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "plain_loop", "curves"),
+    3: ("gradients", "exact_hashes", "load", "unsent", "foreign_fsdp", "plain_loop"),
     4: ("gradients", "exact_hashes", "bytes_held", "hybrid"),
 }  # fmt: skip
 
@@ -99,24 +99,6 @@ def test_checkpoints_load_into_every_strategy_and_world(ranks: Any, nproc: int) 
     assert set(exact.values()) == {0.0}
     # elsewhere sums are taken in another order; Adam's first steps blow the last bits of gradients up
     assert max(distances.values()) < 1e-4, distances
-
-
-def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(ranks: Any) -> None:
-    found = ranks(2)["fallback"]
-    assert found["meta"] == 2
-    assert found["equal"]
-    assert found["names"] == ["step-000000000002", "step-000000000003"]
-    assert found["events"] == ["checkpoint"] * 3 + ["checkpoint-damaged"]
-
-
-def test_loss_curves_of_all_strategies_are_one(ranks: Any) -> None:
-    """Six AdamW steps; one process is the reference, and what is left is the order of sums in float32."""
-    reference = ranks(1)["curves"]["ddp/off"]
-    assert reference[0] - reference[-1] > 0.1, "the loss falls: equal curves would mean nothing otherwise"
-    found = ranks(3)["curves"]
-    assert len(found) == 8
-    for strategy, curve in found.items():
-        assert curve == pytest.approx(reference, abs=1e-4), strategy
 
 
 @pytest.mark.parametrize("nproc", [2, 4])

@@ -26,7 +26,7 @@ from shardkit.loader import Rebalancing
 from shardkit.plan.assignment import Rules
 from shardkit.stores.local import open_store
 from shardkit.telemetry.records import read_documents
-from shardkit.torch import CheckpointReader, CheckpointWriter, checkpoint_names, read_checkpoint_manifest
+from shardkit.torch import CheckpointReader, CheckpointWriter
 from shardkit_trainer.checkpoints import Checkpointer
 from shardkit_trainer.configuration import Configuration, load_configuration
 from shardkit_trainer.distributed import World, join_world, leave_world
@@ -289,34 +289,6 @@ def bytes_held(world: World) -> dict[str, Any]:
     return held
 
 
-def fallback(world: World) -> dict[str, Any]:
-    """Damage the newest checkpoint: the one before it is loaded, by all ranks, and it is said."""
-    events: list[Any] = []
-    strategy, task = made(world, "zero1", "int64")
-    keeper = checkpointer(world, "damaged", events, keep=2)
-    for number in range(3):
-        step(strategy, task, world, number, lane_share(world, number), 0.01)
-        if number == 1:
-            whole = strategy.parameters_sha256()
-        keeper.save(number + 1, strategy, {"updates": number + 1}, wait=number == 0)
-    keeper.wait()
-    store = open_store(Path(sys.argv[1]).parent / "damaged")
-    manifest = read_checkpoint_manifest(store, "step-000000000003")
-    digest = manifest["tensors"]["optimizer.head.weight.exp_avg"]["chunks"][0][2][0][0]
-    if world.rank == 0:
-        path = store.local_path(f"objects/sha256/{digest[:2]}/{digest}.tensor")
-        assert path is not None
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-    world.gather_integers([0])
-    other, _ = made(world, "zero2", "off")
-    meta = checkpointer(world, "damaged", events).load_newest(other)
-    assert meta is not None
-    return {
-        "meta": meta["updates"], "equal": other.parameters_sha256() == whole, "names": checkpoint_names(store),
-        "events": [e["event"] for e in events],
-    }  # fmt: skip
-
-
 REDUCTIONS: list[dict[str, Any]] = [
     {"parallel.reduction": "fp32"}, {"parallel.reduction": "bf16"}, {"parallel.reduction": "int8"},
     {"parallel.reduction": "powersgd", "parallel.rank": 2},
@@ -342,18 +314,6 @@ def reductions(world: World) -> list[dict[str, float]]:
         whole = strategy.parameters_sha256()
         same = len({row[0] for row in world.gather_integers([int(whole[:15], 16)])}) == 1
         found.append({"loss": total / sum(one.valid for one in evaluation), "bytes": moved, "same": same})
-    return found
-
-
-def curves(world: World) -> dict[str, list[float]]:
-    """The loss before each of six steps, with every strategy; ranks' shares differ from step to step."""
-    found = {}
-    for strategy_name, exact in STRATEGIES:
-        strategy, task = made(world, strategy_name, exact)
-        found[f"{strategy_name}/{exact}"] = [
-            step(strategy, task, world, number % 2, lane_share(world, number), 0.01, loss=True)
-            for number in range(6)
-        ]
     return found
 
 
