@@ -77,11 +77,11 @@ class Collection:
 
     live: int = 0  # number of needed objects
     garbage: int = 0  # number of objects in all locations that no version needs
-    garbage_bytes: int = 0  # bytes of the garbage in the root; set only without `delete`
+    garbage_bytes: int = 0  # bytes of the garbage in the root
     marked: int = 0  # number of garbage objects without a mark before this call
     waiting: int = 0  # number of garbage objects marked less than a grace period ago
     due: int = 0  # number of garbage objects that may be deleted now
-    due_bytes: int = 0  # bytes of those objects in the root; set only without `delete`
+    due_bytes: int = 0  # bytes of those objects in the root
     deleted: dict[str, int] = field(default_factory=dict)  # location → number of copies deleted
     finished: int = 0  # number of deletions of killed calls that this call finished
     # version of the history that no location has whole → what is missing or damaged
@@ -133,8 +133,9 @@ def collect(
     marks = {name: when for name, when in read_marks(store).items() if name in garbage and when <= now}
     due = {name for name, when in marks.items() if now - when >= grace_s}
     done.marked, done.waiting, done.due = len(garbage - marks.keys()), len(marks) - len(due), len(due)
+    sizes = _sizes(store, garbage)
+    done.garbage_bytes, done.due_bytes = sum(sizes.values()), sum(sizes.get(name, 0) for name in due)
     if not delete:
-        done.garbage_bytes, done.due_bytes = _bytes(store, garbage), _bytes(store, due)
         return done
     write_marks(store, {**dict.fromkeys(garbage, int(now)), **marks})
     if due:
@@ -325,13 +326,14 @@ def _is_ours(name: str) -> bool:
         return False  # a foreign file
 
 
-def _bytes(store: Store, names: Iterable[str]) -> int:
-    total = 0
-    for name in names:
+def _sizes(store: Store, names: Iterable[str]) -> dict[str, int]:
+    """Return the size in bytes of each object that the store has."""
+    found: dict[str, int] = {}
+    for name in sorted(names):
         with contextlib.suppress(ShardkitError):
             stat = store.head(name)
-            total += stat.size if stat else 0
-    return total
+            found |= {name: stat.size} if stat else {}
+    return found
 
 
 def versions_of(log: Iterable[LogEntry], since: float) -> tuple[set[str], set[str]]:
