@@ -55,7 +55,8 @@ def exit_code(error: BaseException, *, checking: bool = False) -> ExitCode:
         return ExitCode.NO
     if checking and isinstance(error, (NotFoundError, StoreError)):
         return ExitCode.UNCHECKED
-    # Errors of schemas, samples and plans depend on the data; these two depend on the command line only.
-    if type(error) is UsageError or isinstance(error, ConfigurationError):
+    # Errors of schemas, samples and plans depend on the data, unless their cause is the value of a setting.
+    is_setting = any(isinstance(one, ConfigurationError) for one in (error, error.__cause__))
+    if type(error) is UsageError or is_setting:
         return ExitCode.USAGE
     return ExitCode.FAILED

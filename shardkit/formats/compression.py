@@ -11,7 +11,7 @@ import re
 import threading
 from typing import Any, Final, NamedTuple
 
-from shardkit.errors import FormatError, MissingDependency, SchemaError
+from shardkit.errors import ConfigurationError, FormatError, MissingDependency
 
 MAX_WINDOW = 8 << 20
 """Bytes of a zstd window; level 19 needs no more, and RFC 8878 recommends that every decoder supports it."""
@@ -33,20 +33,20 @@ def normalise_compression(format: object, text: object) -> str:
     ``zstd`` is level 3.
 
     Raises:
-        SchemaError: Format or compression are unknown, or do not go together.
+        ConfigurationError: Format or compression are unknown, or do not go together.
     """
     if not isinstance(format, str) or format not in ("tar", "arrow"):
-        raise SchemaError(f"format {format!r} is unknown; expected tar or arrow")
+        raise ConfigurationError(f"format {format!r} is unknown; expected tar or arrow")
     if isinstance(text, str) and text == "none":
         return "none"
     match = _ZSTD.match(text) if isinstance(text, str) else None
     level = int(match.group(1) or 3) if match else 0
     if not 1 <= level <= MAX_LEVEL:
-        raise SchemaError(
+        raise ConfigurationError(
             f"compression {text!r} is unknown; expected none, zstd or zstd:1 to zstd:{MAX_LEVEL}"
         )
     if format == "tar":
-        raise SchemaError(
+        raise ConfigurationError(
             f"compression {text!r}: tar shards are not compressed, since media already are; use format arrow"
         )
     return f"zstd:{level}"

@@ -12,7 +12,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from shardkit.documents import Natural, Positive, Record, Text, convert
-from shardkit.errors import FormatError, NotFoundError, SchemaError
+from shardkit.errors import ConfigurationError, FormatError, NotFoundError
 
 from .columns import Texts, pack_columns, unpack_columns
 from .compression import normalise_compression
@@ -344,7 +344,7 @@ def _check_array(name: str, array: NDArray[Any] | None, dtype: type, shape: tupl
 def _check_numbers(index: ShardIndex) -> None:
     try:
         normal = "none" if index.format == "rows" else normalise_compression(index.format, index.compression)
-    except SchemaError as error:
+    except ConfigurationError as error:
         raise FormatError(f"index: {error}") from None
     if normal != index.compression:
         raise FormatError(f"index: compression {index.compression!r}, expected {normal!r}")

@@ -92,7 +92,7 @@ class ShardWriter:
         executor: Hashes blocks while the next are encoded; None hashes in the calling thread.
 
     Raises:
-        SchemaError: Format or compression are unknown, or do not go together.
+        ConfigurationError: Format or compression are unknown, or do not go together.
         UsageError: `block_rows` is below 1.
     """
 

@@ -27,7 +27,7 @@ PLAN_VERSION = 1
 """Version of the construction, part of every digest; increase it with any change that moves a sample."""
 
 _STEPS = Range(0, 2**62)
-_EPOCHS = Range(0, 2**31 - 1)
+_EPOCHS = Range(0, 2**31 - 1)  # of `locate`: with weights, positions in later passes exceed int64
 
 
 class Plan(NotebookPage):
@@ -264,8 +264,8 @@ class Plan(NotebookPage):
     def locate(self, sample: int, epoch: int = 0) -> tuple[int, int, int] | None:
         """Return the position of a sample in an epoch: (step of the run, lane, slot).
 
-        With explicit weights, ``epoch`` counts the passes of the sample's stratum. The result is None if the epoch
-        drops the sample or its stratum is not drawn.
+        ``epoch`` is below 2**31; with explicit weights, it counts the passes of the sample's stratum. The result is
+        None if the epoch drops the sample or its stratum is not drawn.
 
         Examples:
             >>> step, lane, slot = plan.locate(sample=17)

@@ -207,7 +207,7 @@ def whole(name: str, value: object, allowed: Range) -> int:
     try:
         number: int = allowed.check(name, value)
     except ConfigurationError as error:
-        raise PlanError(str(error)) from None
+        raise PlanError(str(error)) from error
     return number
 
 
@@ -216,7 +216,7 @@ def check_range(name: str, value: object, allowed: Range, kind: type[int] | type
     try:
         allowed.check(name, value, kind)
     except ConfigurationError as error:
-        raise PlanError(str(error)) from None
+        raise PlanError(str(error)) from error
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from shardkit.errors import ConfigurationError, UsageError
 from shardkit.ranges import Range, duration_text, parse_duration
 from shardkit.reading.objects import ROOT_NAME, check_location_name
 from shardkit.stores.remote.addresses import parse_address
-from shardkit.stores.store import place_text, scheme_of
+from shardkit.stores.store import absolute_path, place_text, scheme_of
 
 Mode = Literal["sync", "async", "hybrid"]
 """What a commit waits for; see `MODES`."""
@@ -244,7 +244,7 @@ class LocationTable(Record, frozen=True, kw_only=True):
 
 def absolute_url(url: str) -> str:
     """Return a URL for a table: a local path becomes absolute."""
-    return url if scheme_of(url) else os.path.abspath(url)
+    return url if scheme_of(url) else absolute_path(url)
 
 
 def local_path(url: str) -> str | None:
@@ -252,7 +252,7 @@ def local_path(url: str) -> str | None:
     scheme = scheme_of(url)
     if scheme == "file":
         return "/" + unquote(url.partition("://")[2].partition("/")[2])
-    return os.path.abspath(url) if scheme is None else None
+    return absolute_path(url) if scheme is None else None
 
 
 def _check_url(name: str, url: str) -> None:

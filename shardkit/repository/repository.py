@@ -51,6 +51,7 @@ from shardkit.repository.log import (
     entry_numbers,
     first_identity,
     identity_in,
+    parse_dataset_url,
     put_entry,
     read_entry,
 )
@@ -106,7 +107,16 @@ class Repository:
 
         The store of a new root that is not a local directory is probed first: see
         `shardkit.stores.remote.probing.probe`.
+
+        Raises:
+            UsageError: The URL names a ref, as ``ROOT@REF`` does.
         """
+        root, ref = parse_dataset_url(url)
+        if ref is not None:
+            raise UsageError(
+                f"{os.fspath(url)!r} names the ref {ref!r} of {root}; give {root}, and the ref as --ref (ref=); a root "
+                "whose own name has an @ is written with a slash at its end"
+            )
         store = open_store(url)
         # A store may ignore put-if-absent, so an existing identity is looked for before one is put.
         if isinstance(store, LocalStore) or store.head(IDENTITY_NAME) is None:

@@ -44,6 +44,7 @@ from shardkit.stores.store import (
     ObjectStat,
     Stage,
     Store,
+    absolute_path,
     check_name,
     check_prefix,
     is_name,
@@ -63,7 +64,7 @@ class LocalStore(DirectStore):
     """
 
     def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
-        self._root = os.path.abspath(os.fspath(root))
+        self._root = absolute_path(root)
         self._read_only = read_only
         self._directories = Directories(self._root)
         if not read_only:
@@ -462,7 +463,7 @@ def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
         )
     if scheme_of(text):
         return
-    path = os.path.abspath(text)
+    path = absolute_path(text)
     action = f"choose an empty folder for the {kind}"
     if kind in ("cache", "run") and os.path.lexists(os.path.join(path, _DATASET_MARK)):
         raise UsageError(f"{path} is a dataset and cannot be a {kind}; {action}")
@@ -484,7 +485,7 @@ def check_vacant(url: str | os.PathLike[str], kind: Kind) -> None:
 
 def check_outside(place: str | os.PathLike[str], action: str = "choose a place outside of it") -> None:
     """Refuse a path that is inside a dataset; `action` is the advice of the message."""
-    path = os.path.abspath(place)
+    path = absolute_path(place)
     for folder in _parents(path):
         if os.path.lexists(os.path.join(folder, _DATASET_MARK)):
             raise UsageError(f"{path} is inside the dataset {folder}; {action}")

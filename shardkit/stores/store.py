@@ -483,6 +483,20 @@ def place_text(place: object, what: str) -> str:
     return text
 
 
+def absolute_path(place: str | os.PathLike[str]) -> str:
+    """Return a path as an absolute one.
+
+    Raises:
+        NotFoundError: The path is relative, and the current folder was removed.
+    """
+    try:
+        return os.path.abspath(place)
+    except FileNotFoundError:
+        raise NotFoundError(
+            "the current folder no longer exists; change to another one, then run it again"
+        ) from None
+
+
 def scheme_of(place: str) -> str | None:
     """Return the scheme of a URL in lower case, including chained ones (``a::b``); None for a local path."""
     match = _SCHEME.match(place)

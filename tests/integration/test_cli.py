@@ -502,7 +502,7 @@ def test_export(built: Path, tmp_path: Path) -> None:
         (["build", "{source}", "{root}", "--stratify", "lbl"], 2, "lbl"),
         (["build", "{source}", "{root}", "--split", "a"], 2, "expected names and shares"),
         (["build", "{source}", "{root}", "--split", "a=2"], 2, "share"),
-        (["build", "{source}", "{root}", "--compression", "rar"], 1, "rar"),
+        (["build", "{source}", "{root}", "--compression", "rar"], 2, "rar"),
         (["build", "{source}", "{root}", "--shard-size", "big"], 2, "size 'big'"),
     ],
 )

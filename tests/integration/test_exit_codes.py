@@ -269,6 +269,32 @@ def test_a_command_ends_with_the_code_of_the_table(
     assert told or code == 0, "what is no success says why"
 
 
+OUT_OF_RANGE = [
+    "plan {data} --global-batch 0",
+    "plan {data} --global-batch 8 --seed -1",
+    "plan {data} --global-batch 8 --lanes 0",
+    "plan {data} --global-batch 8 --window-blocks 99999999999999999999",
+    "plan {data} --global-batch 8 --step -1",
+    "plan {data} --global-batch 8 --step 0 --lane 99",
+    "plan {data} --global-batch 8 --remainder some",
+    "plan {data} --global-batch 8 --shuffle some",
+    "plan {data} --global-batch 8 --weights [",
+    "plan {data} --nodes 0",
+    "build {photos} {out} --compression zstd:99",
+    "rebuild {data} --compression lz4",
+    "replicate {placed} --bandwidth=",
+    "scrub {data} --between=",
+    f"simulate {CLUSTER} --rows 99999999999999999999",
+]
+
+
+@pytest.mark.parametrize("typed", OUT_OF_RANGE)
+def test_a_value_out_of_range_is_a_wrong_command_line(
+    typed: str, world: dict[str, Path | str], tmp_path: Path
+) -> None:
+    output_of(*typed.format_map({**world, "out": tmp_path / "out"}).split(), code=2)
+
+
 SERVING = ("dashboard",)
 
 

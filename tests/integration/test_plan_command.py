@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shardkit
-from shardkit.errors import PlanError
+from shardkit.errors import PlanError, UsageError
 from shardkit_tools.commands.plan import plan_figure
 from shardkit_tools.main import make_app
 
@@ -131,7 +131,10 @@ def test_weights_and_picture(root: str, tmp_path: Path) -> None:
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(PlanError, match="matches no stratum"):
         run(root, "--weights", '{"nobody": 5}')
-    with pytest.raises(PlanError, match="JSON object"):
+    with pytest.raises(UsageError, match="JSON object"):
         run(root, "--weights", "3")
+    for place in (tmp_path / "nowhere" / "plan.png", tmp_path / "plan.xyz"):
+        with pytest.raises(UsageError, match="name a picture in a folder"):
+            run(root, "-b", "64", "--plot", str(place))
     with pytest.raises(PlanError, match="largest batch that fits is 1500"):
         run(root, "-b", "2000")

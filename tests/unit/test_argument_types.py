@@ -13,8 +13,9 @@ import torch
 
 import shardkit
 import shardkit.torch
-from shardkit.errors import ConfigurationError, RunError, ShardkitError, UsageError
+from shardkit.errors import ConfigurationError, NotFoundError, RunError, ShardkitError, UsageError
 from shardkit.plan import Plan
+from shardkit.reading.cache.block_cache import BlockCache
 from shardkit.repository.policy import LocationRecord
 from shardkit.stores.local import check_vacant
 
@@ -222,18 +223,37 @@ def test_a_transform_that_no_process_can_import_is_refused(ds: shardkit.Dataset)
         next(iter(loader))
 
 
+OPENERS: tuple[Callable[[str], object], ...] = (
+    shardkit.open,
+    lambda root: shardkit.create(root, {"i": "int64"}),
+    lambda root: LocationRecord.parse(f"mirror={root}"),  # a shell does not expand it there
+    lambda root: check_vacant(root, "run"),
+)
+
+
+def test_a_current_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for call in (*OPENERS, lambda root: BlockCache(root, limit=2**20)):
+        with pytest.raises(NotFoundError, match="current folder no longer exists"):
+            call("cats")
+
+
+def test_a_new_root_has_no_ref_in_its_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'.*cats@val' names the ref 'val' of .*cats; .*ref="):
+        shardkit.create(tmp_path / "cats@val", {"i": "int64"})
+    with shardkit.create(f"{tmp_path}/cats@home/", {"i": "int64"}) as writer:
+        writer.add({"i": 1})
+    assert len(shardkit.open(f"{tmp_path}/cats@home/")) == 1
+
+
 def test_a_home_folder_that_no_shell_has_expanded_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
-    calls: tuple[Callable[[str], object], ...] = (
-        shardkit.open,
-        lambda root: shardkit.create(root, {"i": "int64"}),
-        lambda root: LocationRecord.parse(f"mirror={root}"),  # a shell does not expand it there
-        lambda root: check_vacant(root, "run"),
-    )
-    for call in calls:
+    for call in OPENERS:
         for root in ("~", "~/cats", "~/cats@val"):
             with pytest.raises(
                 UsageError, match=r"'~.*only a shell expands ~; write the path, here /home/me"

@@ -15,7 +15,7 @@ import pytest
 import shardkit
 import shardkit_tools
 from shardkit.dataset.version_plan import VersionSettings
-from shardkit.errors import ConfigurationError, NotFoundError, SampleError, SchemaError, UsageError
+from shardkit.errors import ConfigurationError, NotFoundError, SampleError, UsageError
 from shardkit.repository.repository import Repository
 
 SCHEMA = {"image": "bytes", "label": "int64", "text": "str", "vector": "float32[3]", "tokens": "int32[*]"}
@@ -182,8 +182,8 @@ def test_a_missing_field_and_a_wrong_key_are_named(tmp_path: Path) -> None:
         ({"stratify": "vector"}, ConfigurationError, r"vector.*float32\[3\]"),
         ({"stratify": ["label", "label"]}, ConfigurationError, "label"),
         ({"stratify": "__class__"}, ConfigurationError, "class names"),
-        ({"format": "zip"}, SchemaError, "zip"),
-        ({"format": "tar", "compression": "zstd"}, SchemaError, "tar shards are not compressed"),
+        ({"format": "zip"}, ConfigurationError, "zip"),
+        ({"format": "tar", "compression": "zstd"}, ConfigurationError, "tar shards are not compressed"),
         ({"shard_size": "a lot"}, ConfigurationError, "a lot"),
         ({"shard_size": "6GiB"}, ConfigurationError, "shard_size"),
         ({"split": {"train": 0.9, "val": 0.2}}, ConfigurationError, "1.1"),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
 
-from shardkit.errors import MissingDependency, StoreError
+from shardkit.errors import MissingDependency, StoreError, UsageError
 from shardkit.exit_codes import ExitCode
 from shardkit.extras import install_command
 
@@ -304,6 +304,20 @@ def pyplot(command: str) -> Any:
             f"{command}: --plot needs matplotlib; run: {install_command('plot')}"
         ) from None
     return plt
+
+
+def save_figure(plt: Any, figure: Any, path: Path) -> None:
+    """Write a figure of `pyplot` into a file, and close it.
+
+    Raises:
+        UsageError: the file cannot be written, or its name has no extension of a picture.
+    """
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {path}: {error}; name a picture in a folder, such as plan.png") from None
+    finally:
+        plt.close(figure)
 
 
 def new_file(path: Path) -> BinaryIO:

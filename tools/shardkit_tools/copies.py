@@ -102,8 +102,8 @@ class Work:
         self.engine: Engine | None = None  # None: threads of this process do the work
         self._began = time.monotonic()
         self.pace = RateLimiter(
-            parse_bandwidth(bandwidth) if bandwidth else None,
-            Hours.parse(between) if between else None,
+            None if bandwidth is None else parse_bandwidth(bandwidth),
+            None if between is None else Hours.parse(between),
             waiting=self._waiting,
         )
 

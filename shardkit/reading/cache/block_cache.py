@@ -30,6 +30,7 @@ from shardkit.reading.objects import BlockRequest
 from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
 from shardkit.stores.local import check_vacant
 from shardkit.stores.ownership import WriteAccess
+from shardkit.stores.store import absolute_path
 
 BLOCKS: Final = "blocks"
 """Folder of the blocks in a cache."""
@@ -62,7 +63,7 @@ class BlockCache:
     def __init__(
         self, path: str | os.PathLike[str], *, limit: int, read_events: ReadEvents | None = None
     ) -> None:
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = absolute_path(path)
         if limit < _MIN_LIMIT:
             raise UsageError(f"cache limit of {limit} bytes: expected at least {_MIN_LIMIT}")
         check_local(self.path)

@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 import shardkit
-from shardkit.errors import PlanError, UsageError
+from shardkit.errors import UsageError
 from shardkit.plan import Plan
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text
@@ -29,8 +29,12 @@ def plan(
         typer.Option(help="Columns of the grid; by default a divisor of the batch that most worlds share."),
     ] = None,
     weights: Annotated[str, typer.Option(help='Weights by glob over strata, as JSON: {"web/*": 3}.')] = "",
-    remainder: Annotated[str, typer.Option(help="drop or short.")] = "drop",
-    shuffle: Annotated[str, typer.Option(help="window, full or none.")] = "window",
+    remainder: Annotated[
+        Literal["drop", "short"], option("--remainder drop|short", "What becomes of an epoch's last samples.")
+    ] = "drop",
+    shuffle: Annotated[
+        Literal["window", "full", "none"], option("--shuffle window|full|none", "How samples are mixed.")
+    ] = "window",
     window_blocks: Annotated[int | None, typer.Option(help="Blocks that a lane keeps open.")] = None,
     cost: Annotated[
         str,
@@ -67,6 +71,9 @@ def plan(
         settings["window_blocks"] = window_blocks
     if cost:
         settings |= {"cost": cost, "balance": balance}
+    counts = [part.strip() for part in nodes.split(",") if part.strip()]
+    if not all(part.isascii() and part.isdecimal() and int(part[:9]) > 0 for part in counts):
+        raise UsageError(f"--nodes {nodes!r}: expected whole numbers from 1 on, such as 1,2,8")
     dataset = shardkit.open(root)
     made = dataset.plan(global_batch, seed=seed, **settings)
     if step is not None:
@@ -75,9 +82,6 @@ def plan(
     from shardkit.dataset.costs import costs_of
     from shardkit.plan.report import describe_plan, predicted_waits
 
-    counts = [part.strip() for part in nodes.split(",") if part.strip()]
-    if not all(part.isascii() and part.isdecimal() and int(part[:9]) > 0 for part in counts):
-        raise UsageError(f"--nodes {nodes!r}: expected whole numbers from 1 on, such as 1,2,8")
     report = describe_plan(made, nodes=[int(part) for part in counts])
     if cost:
         worlds = [ranks for ranks in _USUAL_WORLDS if 1 < ranks <= made.lanes]
@@ -85,9 +89,7 @@ def plan(
         report["cost"] = {"expression": made.settings.cost, "balance": balance, "worlds": waits}
     if plot is not None:
         plt = console.pyplot("plan")
-        figure = plan_figure(made, plt)
-        figure.savefig(plot, dpi=110)
-        plt.close(figure)
+        console.save_figure(plt, plan_figure(made, plt), plot)
     console.present(as_json, lambda: report, lambda: _print_report(report))
 
 
@@ -99,7 +101,7 @@ def _weights(text: str) -> dict[str, int] | None:
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise PlanError(f'plan: weights is {text!r}, expected a JSON object such as {{"web/*": 3}}')
+        raise UsageError(f'--weights {text!r}: expected a JSON object such as {{"web/*": 3}}')
     return parsed
 
 

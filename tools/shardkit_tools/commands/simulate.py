@@ -211,8 +211,7 @@ def _draw(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0, 0].legend()
     figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    console.save_figure(plt, figure, path)
 
 
 def _series(results: Sequence[dict[str, Any]], way: str, name: str) -> tuple[list[str], list[float]]:

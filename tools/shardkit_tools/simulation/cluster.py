@@ -18,6 +18,7 @@ _COUNT: Final = re.compile(r"\s*(\d[\d_,]*(?:\.\d+)?(?:[eE]\d+)?)\s*([kMG]?)\s*"
 _THOUSANDS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 _MANY: Final = Range(0, 1e30)
+_COUNT_RANGE: Final = Range(0, 2**62)  # of rows and their sums, as int64
 
 
 def parse_rate(value: object) -> float:
@@ -35,11 +36,11 @@ def parse_rate(value: object) -> float:
 
 def parse_count(value: object) -> int:
     """Parse a whole number, such as 8192, ``"1e9"``, ``"100k"`` or ``"1_000_000"``."""
-    if _is_number(value) and (number := _MANY.check("count", value, float)) == int(number):
+    if _is_number(value) and (number := _COUNT_RANGE.check("count", value, float)) == int(number):
         return int(number)
     found = _COUNT.fullmatch(value) if isinstance(value, str) else None
     number = float(found[1].replace(",", "").replace("_", "")) * _THOUSANDS[found[2]] if found else -1.0
-    if found is None or not _MANY.holds(number) or number != int(number):
+    if found is None or not _COUNT_RANGE.holds(number) or number != int(number):
         raise ConfigurationError(f'{value!r}: a whole number is expected, such as 64, "1e9" or "100k"')
     return int(number)
 
