@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import getpass
 import json
+import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,8 @@ from shardkit.ledger.ledger import Ledger
 from shardkit.ledger.losses import digest_of_losses
 from shardkit.ledger.merging import Merge, Source, merge_journals
 from shardkit.stores.file_operations import explained
+
+_log = logging.getLogger("shardkit.ledger")
 
 CHECKPOINT: Final = "checkpoint"
 """Kind of the event recorded before the ref of a checkpoint is written."""
@@ -420,6 +423,9 @@ def _user() -> str:
 
 # ---- the head in a checkpoint
 
+MANY_PENDING: Final = 1 << 10
+"""Number of recorded steps without all cells from which a checkpoint warns: a rank's journal does not arrive."""
+
 KEEP_BYTES: Final = 1 << 24
 """Bytes of merged journals that are kept for looking up single cells. The oldest files beyond it are removed."""
 
@@ -445,6 +451,12 @@ def ledger_head(run: str | os.PathLike[str], step: int | None = None) -> dict[st
         head = ledger.head(step)
         ledger.commit()
         _prune(merge)
+    waiting = merge.pending_steps()
+    if len(waiting) > MANY_PENDING:
+        _log.warning(
+            "%s: %d steps from step %d on wait for cells of other ranks, and ledger/state.json grows with each; do all "
+            "ranks write to this run directory?", run, len(waiting), waiting[0],
+        )  # fmt: skip
     return head
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from shardkit.errors import FormatError, RunError, UsageError
-from shardkit.ledger import Journal, read_journal
+from shardkit.ledger import Journal, ledger_head, read_journal
 from shardkit.ledger import journal as journal_module
+from shardkit.ledger.bindings import MANY_PENDING
 from shardkit.ledger.journal import JournalFile
 from shardkit.plan import cell_digest
 from tests.journal_cells import record_cells
@@ -154,3 +155,16 @@ time.sleep(600)
             _write(tmp_path, 1)
         finally:
             os.killpg(first.pid, signal.SIGKILL)
+
+
+def test_journals_of_ranks_that_do_not_arrive_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = tmp_path / "journal"
+    with closing(Journal(journal, manifest=MANIFEST, plan=PLAN, rank=1, world=2, lanes=4)) as mine:
+        for step, told in ((MANY_PENDING, ""), (MANY_PENDING + 1, "wait for cells of other ranks")):
+            for one in range(step - 1 if told else 0, step):
+                record_cells(mine, one, [(lane, np.arange(3)) for lane in (2, 3)])
+            ledger_head(tmp_path)
+            assert told in caplog.text
+            assert bool(told) == bool(caplog.records)
