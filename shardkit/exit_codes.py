@@ -24,6 +24,8 @@ from shardkit.errors import (
     IntegrityError,
     NotFoundError,
     StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
     UsageError,
 )
 
@@ -45,7 +47,7 @@ def exit_code(error: BaseException, *, checking: bool = False) -> ExitCode:
 
     Args:
         error: Any exception.
-        checking: The command is a check, so a missing dataset or a failing store means "unchecked".
+        checking: The command is a check, so a missing dataset or a store that does not answer means "unchecked".
     """
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
@@ -53,6 +55,8 @@ def exit_code(error: BaseException, *, checking: bool = False) -> ExitCode:
         return ExitCode.DAMAGED
     if isinstance(error, AbsentError):
         return ExitCode.NO
+    if isinstance(error, (StoreFullError, StoreReadOnlyError)):
+        return ExitCode.FAILED  # also of a check: it can read, but not write down what it finds
     if checking and isinstance(error, (NotFoundError, StoreError)):
         return ExitCode.UNCHECKED
     # Errors of schemas, samples and plans depend on the data, unless their cause is the value of a setting.

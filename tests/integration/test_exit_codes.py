@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 import shardkit
+from shardkit.stores.file_operations import FileOperations, Handle, substituted
 from shardkit_tools.main import COMMANDS
 from tests.command_line import ForkedCommand, call, output_of
 from tests.integration.forked import OUTPUT, Forked, become_command, launch_forked
@@ -293,6 +296,21 @@ def test_a_value_out_of_range_is_a_wrong_command_line(
     typed: str, world: dict[str, Path | str], tmp_path: Path
 ) -> None:
     output_of(*typed.format_map({**world, "out": tmp_path / "out"}).split(), code=2)
+
+
+class _ReadOnlyMount(FileOperations):
+    def create_file(self, parent: Handle, name: str) -> Handle:
+        raise OSError(errno.EROFS, "Read-only file system", name)
+
+
+@pytest.mark.parametrize("command", ["scrub", "repair"])
+def test_a_check_that_cannot_write_what_it_finds_has_not_done_its_work(
+    command: str, world: dict[str, Path | str], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(world["data"], tmp_path / "copy")
+    with substituted(_ReadOnlyMount()):
+        told = output_of(command, copy, code=1)
+    assert re.search(r"^shardkit: cannot [^\n]*mounted read-only; mount it for writing", told, re.MULTILINE)
 
 
 SERVING = ("dashboard",)
