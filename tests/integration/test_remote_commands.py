@@ -103,6 +103,45 @@ def test_an_endpoint_without_anything_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert f"{url} (AWS_ENDPOINT_URL)" in told
 
 
+@pytest.mark.parametrize(
+    ("status", "error", "command", "code", "advice"),
+    [
+        (301, "PermanentRedirect", "verify", 3, "check bucket, endpoint, region"),
+        (403, "RequestTimeTooSkewed", "verify", 3, "this machine's clock is wrong"),
+        (501, "NotImplemented", "build", 1, "--single-writer"),
+        (507, "XMinioStorageFull", "build", 1, "no room is left"),
+    ],
+)
+def test_an_answer_that_would_not_change_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    status: int,
+    error: str,
+    command: str,
+    code: int,
+    advice: str,
+) -> None:
+    class Answers(Requests):
+        def respond(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if command == "build" and self.command != "PUT":  # a new root
+                self.reply(404, {"Content-Length": "0"})
+                return
+            told = f"<Error><Code>{error}</Code></Error>".encode()
+            self.reply(status, {"Content-Length": str(len(told))}, told)
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    source = [str(tmp_path / "rows.jsonl")] if command == "build" else []
+    with serving(Answers) as url:
+        for name, value in s3_environment(url).items():
+            monkeypatch.setenv(name, value)
+        started = time.monotonic()
+        told = output_of("--timeout", "50", command, *source, f"s3://{uuid.uuid4().hex}/d", code=code)
+    assert time.monotonic() - started < 45, "it is not asked again"
+    assert f"HTTP {status}" in told
+    assert advice in told
+
+
 def test_the_timeout_is_a_number_of_seconds() -> None:
     for text in ("soon", "-1", "0", "nan", "inf", ""):
         assert "--timeout" in output_of("ls", "data", "--timeout", text, code=2)

@@ -235,9 +235,11 @@ def test_a_current_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: 
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    for call in (*OPENERS, lambda root: BlockCache(root, limit=2**20)):
+    for call in OPENERS:
         with pytest.raises(NotFoundError, match="current folder no longer exists"):
             call("cats")
+    with pytest.raises(NotFoundError, match="current folder no longer exists"):
+        BlockCache("cats", limit=2**20)
 
 
 def test_a_new_root_has_no_ref_in_its_name(tmp_path: Path) -> None:

@@ -234,20 +234,19 @@ def run(arguments: Sequence[str] | None = None) -> None:
     # of a short command.
     gc.set_threshold(20_000, 20, 50)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    typed = given
-    if (
-        "_SHARDKIT_COMPLETE" in os.environ
-    ):  # shell completion: bash sets COMP_WORDS, other shells _TYPER_COMPLETE_ARGS
-        typed = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
-    known = {name for _, names in COMMANDS for name in names}
-    command = typed[0] if typed and typed[0] in known else None
+    command = None
     log = logging.getLogger("shardkit")
     if not any(isinstance(one, console.LogHandler) for one in log.handlers):
         log.addHandler(console.LogHandler())
     try:
         for number, argument in enumerate(given, 1):
             refuse_credentials(argument, f"argument {number}")  # arguments are printed and recorded
-        given = _take_timeout(given)
+        typed = given = _take_timeout(given)
+        if "_SHARDKIT_COMPLETE" in os.environ:
+            # shell completion: bash sets COMP_WORDS, other shells _TYPER_COMPLETE_ARGS
+            typed = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
+        known = {name for _, names in COMMANDS for name in names}
+        command = typed[0] if typed and typed[0] in known else None
         # Without a command the overview is shown. For an unknown command typer lists the known ones.
         is_overview = command is None and (not given or given[0].startswith("-"))
         (_overview_app() if is_overview else make_app(command))(given)

@@ -12,7 +12,18 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 Kind = Literal[
-    "absent", "exists", "conflict", "throttled", "no-answer", "expired", "denied", "range", "refused"
+    "absent",
+    "exists",
+    "conflict",
+    "throttled",
+    "no-answer",
+    "expired",
+    "denied",
+    "clock",
+    "full",
+    "range",
+    "unsupported",
+    "refused",
 ]
 
 _STATUS: Final = re.compile(r"status code: (\d{3})|\b(?:HTTPStatusCode|status)['\"]?: (\d{3})")
@@ -24,6 +35,7 @@ _DENIED: Final = frozenset(
     {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled"}
 )
 _THROTTLED: Final = frozenset({"SlowDown", "RequestLimitExceeded", "ThrottlingException", "TooManyRequests"})
+_FULL: Final = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
 _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _BY_NAME: Final[dict[str, Kind]] = {
     "FileNotFoundError": "absent",
@@ -44,15 +56,23 @@ _BY_STATUS: Final[dict[int, Kind]] = {
     412: "exists",
     416: "range",
     429: "throttled",
+    501: "unsupported",
     503: "throttled",
+    507: "full",
 }
 _PAST_THE_END: Final = "Wanted range starting at"
 """Text of obstore's error if the server answers a range request with bytes from another offset (Azure)."""
+_REDIRECT: Final = "Received redirect without LOCATION"
+"""Text of obstore's error for a bucket of another region, without the status (301 or 307)."""
 _ADVICE: Final[dict[Kind, str]] = {
     "throttled": "it asks for fewer requests; lower the concurrency or wait",
     "no-answer": "look at the network and the endpoint, then run it again",
     "expired": "the credentials expired and could not be renewed; renew them, then run it again",
     "denied": "get the right, or set other credentials in the environment",
+    "clock": "this machine's clock is wrong; set it, then run it again",
+    "full": "no room is left; make room or raise the quota, then run it again: what was published is kept",
+    "unsupported": "the server lacks this request; use a store that keeps If-None-Match, or promise one writer at a "
+    "time: single_writer=True (shardkit build --single-writer)",
     "conflict": "another writer is at the same name; run it again",
 }
 
@@ -62,8 +82,9 @@ class Failure(Exception):
 
     Attributes:
         kind: "absent" (no such object), "exists" (put-if-absent found one), "conflict" (another put is running),
-            "throttled", "no-answer" (unknown whether it was carried out), "expired" (credentials), "denied", "range"
-            (past the end), "refused" (any other error that would recur).
+            "throttled", "no-answer" (unknown whether it was carried out), "expired" (credentials), "denied",
+            "clock" (of this machine), "full", "range" (past the end), "unsupported" (the server lacks the request),
+            "refused" (any other error that would recur).
         reason: text for messages, without credentials.
     """
 
@@ -92,6 +113,8 @@ def classify(error: BaseException) -> Failure:
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
     if status_match:
         status = int(next(filter(None, status_match.groups())))
+    elif _REDIRECT in text:
+        status = 301
     code = next(filter(None, code_match.groups())) if code_match else ""
     if status is None and _PAST_THE_END in text:
         return Failure("range", "past the end")
@@ -113,6 +136,10 @@ def _kind(name: str, status: int | None, code: str) -> Kind:
         return "refused"
     if code in _EXPIRED:
         return "expired"
+    if code == "RequestTimeTooSkewed":
+        return "clock"
+    if code in _FULL:
+        return "full"
     if code in _DENIED:
         return "denied"
     if code in _THROTTLED:

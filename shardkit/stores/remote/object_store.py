@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 from shardkit.arrays import Buffer
-from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreReadOnlyError
+from shardkit.errors import IntegrityError, NotFoundError, StoreError, StoreFullError, StoreReadOnlyError
 from shardkit.extras import shell_word
 from shardkit.stores.file_operations import explained
 from shardkit.stores.remote.addresses import OBJECT_SCHEMES, Address, check_key
@@ -375,6 +375,8 @@ class ObjectStore(DirectStore):
         text = f"cannot {doing} {name} in {self.url}{endpoint}: {failure.reason}; {advice}"
         if failure.kind == "denied" and doing in ("write", "delete"):
             raise StoreReadOnlyError(text)
+        if failure.kind == "full":
+            raise StoreFullError(text)
         error = StoreError(text)
         error.errno = _ERRNO.get(failure.kind, errno.EINVAL)
         raise error
