@@ -23,7 +23,7 @@ from shardkit.audit import audit_run, make_statement
 from shardkit.documents import decode_plain, encode, sha256_digest
 from shardkit.errors import NotFoundError
 from shardkit.ledger.events import BOUND, JOURNALED, MERGED, READS
-from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC
+from shardkit.ledger.ledger import RECORD_BYTES, STEPS_MAGIC, encode_record
 from shardkit.stores.store import object_name
 from shardkit.torch.checkpoint_format import decode_value, encode_value
 from shardkit_trainer import load_configuration
@@ -314,6 +314,31 @@ def stages(*pairs: tuple[int, int]) -> Act:
     return setting("data", "stages", [{"from_step": a, "global_batch": b, "weights": {}} for a, b in pairs])
 
 
+def steps(change: Callable[[list[tuple[int, int, int, bytes]]], object], *, checksums: bool) -> Act:
+    """Change the step records of the ledger; with `checksums`, as somebody would who knows the format."""
+
+    def apply(home: Home) -> None:
+        path = ledger("steps")(home)
+        data = path.read_bytes()
+        raw = [data[at : at + RECORD_BYTES] for at in range(len(STEPS_MAGIC), len(data), RECORD_BYTES)]
+        records = [
+            (int.from_bytes(one[:8], "little"), int.from_bytes(one[8:12], "little"), 0, one) for one in raw
+        ]
+        change(records)
+        out, check = bytearray(STEPS_MAGIC), 0
+        for step, rows, plan, one in records:
+            record, check = encode_record(step, rows, plan, one[16:48], check)
+            out += record if checksums else one
+        path.write_bytes(out)
+
+    return apply
+
+
+def another_digest(records: list[tuple[int, int, int, bytes]]) -> None:
+    step, rows, plan, one = records[5]
+    records[5] = (step, rows, plan, one[:16] + bytes(32) + one[48:])
+
+
 def ledger_of_other(home: Home) -> None:
     shutil.rmtree(home.run / "ledger")
     shutil.copytree(home.other / "ledger", home.run / "ledger")
@@ -571,6 +596,19 @@ TABLE = [
     Row("a checkpoint and its event", rebound, BAD, ("ledger",)),
     Row("a step flipped", edit(ledger("steps"), lambda d: flipped(d[: len(STEPS_MAGIC) + 5 * RECORD_BYTES]) + d[
         len(STEPS_MAGIC) + 5 * RECORD_BYTES :]), BAD, ("ledger/steps",)),
+    *(
+        Row(f"{what}, checksums {'right' if checksums else 'wrong'}", steps(change, checksums=checksums), BAD,
+            ("ledger/steps", words))
+        for what, change, words in (
+            ("a step dropped", lambda records: records.pop(7), "step 7 missing between steps 6 and 8"),
+            ("a step repeated", lambda records: records.insert(7, records[7]), "step 7 is recorded twice in a row"),
+            ("two steps swapped", lambda records: records.insert(7, records.pop(8)), "step 7 comes after step 8"),
+        )
+        for checksums in (False, True)
+    ),
+    Row("another digest of a step", steps(another_digest, checksums=True), BAD, ("step 5", "the plan's is")),
+    Row("another digest of a step, and the root", steps(another_digest, checksums=True), BAD,
+        ("ledger/state.json", "another root")),
     Row("steps cut", edit(ledger("steps"), lambda d: d[:-RECORD_BYTES]), BAD, ("steps was cut",)),
     Row("a loss flipped", edit(ledger("loss_values"), flipped), BAD, ("losses", "were changed")),
     Row("a record of losses flipped", edit(ledger("losses"), flipped), BAD, ("losses", "were changed")),

@@ -18,13 +18,12 @@ import pytest
 
 import shardkit
 from shardkit.copies.verify import verify
-from shardkit.errors import IntegrityError, NotFoundError, SourceError, UsageError
+from shardkit.errors import IntegrityError, NotFoundError, SourceError
 from shardkit.reading.read_path import ReadSettings
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.local import open_store
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
-from shardkit_tools.importers.source_kinds import list_source
 from shardkit_tools.main import run
 from tests.drills import DRILLS, drill_count
 from tests.faults.killed_operations import KilledOperations, run_in_child
@@ -228,25 +227,6 @@ def test_a_tar_that_was_put_again_as_it_was_is_good(
     assert not verify(root, level="read").exit_code
 
 
-def test_a_killed_adoption_goes_on(
-    proxy: FaultProxy, folder: str, tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(adoption_module, "put_manifest", stopped)
-        with pytest.raises(KeyboardInterrupt, match="run the same command again to go on"):
-            adopt([folder], tmp_path / "root")
-    before = proxy.body_bytes
-    result = adopt([folder], tmp_path / "root")
-    assert result.reused == 3
-    assert result.read_bytes == 0
-    read = proxy.body_bytes - before
-    assert read < 1.1 * sum(map(len, tars)), "but for the first 1,000 samples, which tell the schema"
-    assert texts(tmp_path / "root") == ALL
-
-
 def test_a_tar_that_changed_meanwhile_is_read_again(
     proxy: FaultProxy,
     server: str,
@@ -399,33 +379,6 @@ def _kill_and_go_on(place: str, theirs: str, tmp_path: Path) -> None:
         assert verify(root, level="read").exit_code == 0
     assert killed
     assert reused, "work of killed runs is used"
-
-
-def test_globs_and_single_objects(proxy: FaultProxy, folder: str) -> None:
-    names = ["Train-000 (a+b).tar", "Train-001 (a+b).tar", "Train-002 (a+b).tar"]
-    assert [file.name for file in list_source(folder).files] == names
-    assert [file.name for file in list_source(f"{folder}/*.tar").files] == names
-    assert [file.name for file in list_source(f"{folder}/Train-00[!1]*").files] == [names[0], names[2]]
-    above = folder.rpartition("/")[0]
-    assert [file.name for file in list_source(f"{above}/**/*-001*").files] == [f"Their Tars=1/{names[1]}"]
-    single = list_source(f"{folder}/{names[0]}")
-    assert single.is_single_file
-    with pytest.raises(NotFoundError):
-        list_source(f"{above}/*-001*")
-    with pytest.raises(NotFoundError):
-        list_source(f"{folder}/nothing")
-
-
-def test_urls_that_cannot_be_remembered(tmp_path: Path, proxy: FaultProxy) -> None:
-    for url in (
-        "s3://key:hidden@bucket/x.tar",
-        "https://host/x.tar?X-Amz-Signature=hidden",
-        "s3://hidden@bucket/x.tar",
-    ):
-        with pytest.raises(UsageError) as caught:
-            adopt([url], tmp_path / "root")
-        assert "hidden" not in str(caught.value)
-    assert not (tmp_path / "root").exists()
 
 
 def test_any_url_that_fsspec_knows(tmp_path: Path, tars: list[bytes]) -> None:

@@ -94,15 +94,6 @@ def test_splits_go_on(tmp_path: Path) -> None:
     assert sorted(everything) == list(range(800))
 
 
-def test_a_few_rows_may_be_appended_to_many_shards(tmp_path: Path) -> None:
-    add(tmp_path, range(600))
-    second = add(tmp_path, range(601, 604), append=True).manifest
-    assert second.rows == 603
-    assert sorted(numbers_of(tmp_path))[-3:] == [601, 602, 603]
-    third = add(tmp_path, range(700, 703), append=True).manifest
-    assert third.parent == second.id
-
-
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

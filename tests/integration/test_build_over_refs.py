@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from pathlib import Path
@@ -116,23 +115,6 @@ def test_of_three_builds_at_once_one_wins_and_the_others_are_told(tmp_path: Path
         assert len(shardkit.open(f"{root}@{own}")) == len(source.read_text().splitlines())
         assert len(shardkit.open(f"{root}@{source.stem}")) == len(source.read_text().splitlines())
     assert len(Repository.open(root).log()) == 1 + 2 + is_there
-
-
-def test_two_builds_of_the_same_source_both_succeed(tmp_path: Path) -> None:
-    root, source = tmp_path / "data", lines(tmp_path / "a.jsonl", *range(9))
-    builds = [
-        waiting(tmp_path, name, "build", source, root, "--jobs", 1, "--scratch", folder(tmp_path / name))
-        for name in ("x", "y")
-    ]
-    begun(tmp_path, 2, *builds)
-    ended = [one.ended() for one in builds]
-    assert [code for code, *_ in ended] == [0, 0], ended
-    assert all(refs(root)["main"] in out for _, out, _ in ended)
-
-
-def folder(path: Path) -> Path:
-    os.makedirs(path)
-    return path
 
 
 def test_writers_in_python_are_told_too(tmp_path: Path) -> None:

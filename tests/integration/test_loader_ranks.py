@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import shardkit
-from shardkit.errors import ConfigurationError, RunError, StateError
-from shardkit.loader.agreement import Exchange, agree, check_agreement
+from shardkit.errors import ConfigurationError, StateError
+from shardkit.loader.agreement import check_agreement
 from tests.integration import forked
 
 # ---- Several ranks: what they agree on, gradients of unequal ranks, a device mesh
@@ -156,12 +156,6 @@ def test_ranks_of_one_data_parallel_coordinate_read_the_same(root: str, tmp_path
     assert [a + b for a, b in zip(first, third, strict=True)] == [
         plan.step(s).ravel().tolist() for s in range(6)
     ]
-
-
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    exchange = Exchange(torch.distributed.FileStore(str(tmp_path / "store"), 2), 0, 2, patience_s=0.2)
-    with pytest.raises(RunError, match="rank 0: rank 1 of 2 has made no loader after 0 s"):
-        agree(exchange, {"plan": "p", "lanes": [0]}, lanes=1, shared=False)
 
 
 # ---- Loaders under a device mesh: tensor, pipeline and hybrid parallel examples on four ranks equal one process

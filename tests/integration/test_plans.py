@@ -1,10 +1,9 @@
-"""Plans of real datasets: sequences, costs, and the convergence of sorted data."""
+"""Plans of real datasets: sequences and costs."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from shardkit.audit import audit_run, load_run
 from shardkit.dataset.costs import costs_of
 from shardkit.errors import PlanError, UsageError
 from shardkit.ledger import ledger_head
-from shardkit.plan import Population, make_plan
-from shardkit.plan.report import full_shuffle, rank_skew
+from shardkit.plan.report import rank_skew
 from shardkit.telemetry.diagnosis import cost_skew
 from tests.command_line import output_of
 from tests.consumed_steps import batches_until
@@ -50,84 +48,6 @@ def test_two_rows_of_numbers_need_to_be_told_apart(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="row_tokens"):
         ds.plan(global_batch=4, lanes=2, sequence=16)
     assert ds.plan(global_batch=4, lanes=2, sequence=16, row_tokens=8).lanes == 2
-
-
-# ---- A class-sorted dataset trains as well in the plan's order as in a full shuffle, and far better than in its own
-
-
-CLASSES, DIMENSIONS, POINTS, POINTS_BATCH, EPOCHS, SEEDS = 8, 16, 8192, 64, 2, 5
-
-Order = Callable[[int, int], np.ndarray]  # (seed, epoch) -> (steps, B) sample numbers
-
-
-def data(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Overlapping clusters, sorted by class; and as many others to test on."""
-    rng = np.random.default_rng(seed)
-    centres = rng.normal(0, 0.55, (CLASSES, DIMENSIONS))
-    label = np.repeat(np.arange(CLASSES), POINTS // CLASSES)
-    return (centres[label] + rng.normal(0, 1, (POINTS, DIMENSIONS)), label,
-            centres[label] + rng.normal(0, 1, (POINTS, DIMENSIONS)), label)  # fmt: skip
-
-
-def accuracy(order: Order, seed: int) -> float:
-    """Test accuracy of softmax regression after plain SGD, large steps, in a given order."""
-    train, label, test, truth = data(seed)
-    weights, velocity = np.zeros((DIMENSIONS + 1, CLASSES)), np.zeros((DIMENSIONS + 1, CLASSES))
-    train, test = (np.hstack([x, np.ones((len(x), 1))]) for x in (train, test))
-    for epoch in range(EPOCHS):
-        for rows in order(seed, epoch):
-            x = train[rows]
-            scores = np.exp(x @ weights - (x @ weights).max(axis=1, keepdims=True))
-            scores /= scores.sum(axis=1, keepdims=True)
-            scores[np.arange(len(rows)), label[rows]] -= 1
-            velocity = 0.9 * velocity + x.T @ scores / len(rows)
-            weights -= 0.05 * velocity
-    return float(((test @ weights).argmax(axis=1) == truth).mean())
-
-
-def planned(strata: bool) -> Order:
-    """32 shards of one class each; with the class as stratum, or (adopted data) with no stratum at all."""
-    segments = [(s, s * CLASSES // 32 if strata else 0, POINTS // 32) for s in range(32)]
-    names = [f"class {c}" for c in range(CLASSES)] if strata else ["all"]
-    population = Population.of("sorted", names, segments, 16)
-
-    def order(seed: int, epoch: int) -> np.ndarray:
-        plan = make_plan(population, global_batch=POINTS_BATCH, lanes=16, seed=seed)
-        assert plan.steps_per_epoch is not None
-        return plan.steps(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch).reshape(
-            -1, POINTS_BATCH
-        )
-
-    return order
-
-
-@pytest.fixture(scope="module")
-def figures() -> dict[str, np.ndarray]:
-    def runs(order: Order) -> Iterator[float]:
-        return (accuracy(order, seed) for seed in range(SEEDS))
-
-    steps = POINTS // POINTS_BATCH
-    orders: dict[str, Order] = {
-        "strata": planned(True),
-        "adopted": planned(False),
-        "full shuffle": lambda seed, epoch: full_shuffle(POINTS, steps, POINTS_BATCH, 100 * seed + epoch),
-        "sequential": lambda seed, epoch: np.arange(POINTS).reshape(-1, POINTS_BATCH),
-    }
-    return {name: np.array(list(runs(order))) for name, order in orders.items()}
-
-
-@pytest.mark.parametrize("kind", ["strata", "adopted"])
-def test_sorted_data_trains_as_if_shuffled(figures: dict[str, np.ndarray], kind: str) -> None:
-    mine, full = figures[kind], figures["full shuffle"]
-    # the same data under both orders: paired differences, within three standard errors or half a per cent
-    error = (mine - full).std(ddof=1) / SEEDS**0.5
-    assert (mine - full).mean() > -max(3 * error, 0.005)
-    assert full.mean() > 0.6
-
-
-def test_the_order_matters(figures: dict[str, np.ndarray]) -> None:
-    assert (figures["strata"] - figures["sequential"]).min() > 0.15
-    assert (figures["adopted"] - figures["sequential"]).min() > 0.15
 
 
 # ---- `ds.plan(cost=…)` from the dataset to the audit of a run

@@ -6,7 +6,6 @@ copy, and answers 403 AccessDenied to whatever is not allowed there, as S3 does.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +17,8 @@ from moto.s3.models import s3_backends
 
 import shardkit
 from shardkit.copies.collecting import collect
-from shardkit.reading.attestations import read_attestations
-from shardkit.reading.read_path import ReadSettings
 from shardkit.repository.repository import Repository
-from shardkit.stores.local import LocalStore, open_store
+from shardkit.stores.local import open_store
 from tests.command_line import call
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 
@@ -261,43 +258,3 @@ def test_the_probe_leaves_a_few_bytes_where_it_may_not_delete(scene: Scene) -> N
     left = {name: data for name, data in _contents(scene.root).items() if name.startswith("probe/")}
     assert len(left) == 5
     assert sum(map(len, left.values())) < 1_000
-
-
-def test_a_reader_without_the_right_to_write_trains_on_and_its_attestations_heal_later(
-    scene: Scene, tmp_path: Path
-) -> None:
-    """The root has bad objects, the copy good ones; training may only read both, and write its own run directory."""
-    arguments = ["repair", scene.prepared("verify")[1]]
-    reader = Rights({ROOT: READ, COPY: READ})
-    truth = _contents(scene.copy)
-    store = open_store(scene.root)
-    shards = [name for name in store.list_after("objects/") if name.endswith((".tar", ".arrow"))]
-    for name in shards:
-        data = bytearray(truth.get(name) or b"")
-        assert data
-        data[len(data) // 2] ^= 1
-        store.replace(name, bytes(data))
-    scene.proxy.faults = reader.decide
-    settings = ReadSettings(deadline_s=30, attempt_s=5, cool_down_s=0.2)
-    ds = shardkit.open(scene.root, settings=settings)
-    plan = ds.plan(global_batch=8, lanes=2, seed=1)
-    run_folder = tmp_path / "run"
-    seen: list[str] = []
-    with contextlib.closing(
-        ds.loader(plan, rank=0, world=1, tensors=False, cache=tmp_path / "cache", run=run_folder)
-    ) as loader:
-        for batch in loader:
-            seen += [str(one) for one in batch["text"]]
-        stats = loader.stats()
-    scene.proxy.faults = lambda _request: None
-    assert len(set(seen)) == len(seen) == 24
-    assert stats["remote_failovers"] > 0
-    assert {right for _, right in reader.used} <= READ, "a reader does not even try to write"
-    attested = read_attestations([LocalStore(run_folder)])
-    assert {one.result for found in attested.values() for one in found.values()} == {"wrong"}
-    code, told = scene.call([*arguments, "--from-run", str(run_folder)], reader)
-    assert code, "healing needs the right to write"
-    assert "s3:PutObject" in told
-    code, told = scene.call([*arguments, "--from-run", str(run_folder)], rights_for("repair"))
-    assert code == 0, told
-    assert {name: _contents(scene.root)[name] for name in shards} == {name: truth[name] for name in shards}

@@ -1,7 +1,4 @@
-"""A primary that is damaged before or while it is read, and a good second location: the same batches, losses, weights.
-
-Through the loader, and through the bundled trainer.
-"""
+"""A primary that is damaged before or while it is read, and a good second location: the same batches."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import contextlib
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +13,13 @@ import pytest
 
 import shardkit
 from shardkit.errors import IntegrityError, NotFoundError
-from shardkit.ledger import Ledger
-from shardkit.telemetry.records import read_documents
-from shardkit_trainer import load_configuration
-from shardkit_trainer.training import train
 from tests.command_line import output_of
 
-ROWS, STEPS = 120, 8
+ROWS = 120
 FORMATS = {
     "tar": {"format": "tar", "compression": "none"},
     "arrow": {"format": "arrow", "compression": "none"},
 }
-EVENTS = {"mismatch", "missing", "failover", "refetch"}
 
 
 def _flip(path: Path) -> None:
@@ -127,10 +118,6 @@ def batches(root: Path, run: Path, at: Callable[[int], None] = lambda _step: Non
     return found
 
 
-def events(run: Path) -> set[str]:
-    return {str(one.get("kind", one.get("event"))) for one in Ledger(run).event_documents()}
-
-
 @pytest.mark.parametrize("when", ["before", "while"])
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("name", FORMATS)
@@ -164,50 +151,3 @@ def test_where_both_are_bad_the_error_names_the_shard_and_what_to_run(
         batches(root, tmp_path / "run")
     assert any(one in str(caught.value) for one in names), caught.value
     assert "shardkit " in str(caught.value)
-
-
-def trained(
-    directory: Path, root: Path, patch: pytest.MonkeyPatch, at: Callable[[int], None]
-) -> tuple[str, list[Any]]:
-    """(SHA-256 of the weights, losses) of a run of the bundled trainer in this process."""
-    patch.syspath_prepend(Path(__file__).parent)
-    task_kind: Any = import_module("trainer_histogram").HistogramTask
-    prepare = task_kind.prepare
-
-    def prepared(task: Any, cell: Any, seed: int) -> Any:
-        at(cell.step)
-        return prepare(task, cell, seed)
-
-    settings = {
-        "run.directory": directory, "run.steps": STEPS, "data.dataset": root, "data.global_batch": 12,
-        "data.lanes": 4, "data.seed": 5, "model.kind": "trainer_histogram:make", "optimizer.name": "sgd",
-        "optimizer.lr": 1.0, "optimizer.beta1": 0.0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0,
-        "schedule.kind": "linear", "schedule.final": 0.5, "checkpoint.every": 8, "log.every": 1,
-        "checkpoint.asynchronous": "false", "parallel.exact": "int64",
-    }  # fmt: skip
-    with patch.context() as inner:
-        inner.setattr(task_kind, "prepare", prepared)
-        done = train(load_configuration(None, [f"{key}={value}" for key, value in settings.items()]))
-    losses = [
-        line["loss"] for line in read_documents(directory / "metrics" / "train.jsonl") if "loss" in line
-    ]
-    return done.parameters_sha256, losses
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-def test_the_trainer_ends_with_the_same_losses(
-    roots: dict[str, Path], fresh: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = trained(tmp_path / "whole", roots["arrow"] / "root", monkeypatch, lambda _step: None)
-    assert len(expected[1]) == STEPS
-    for how, first in (("flip", 0), ("delete", 2)):
-        root, run, waiting = fresh("arrow"), tmp_path / how, [how]
-        if first == 0:
-            damage(root, waiting.pop())
-
-        def at(step: int, root: Path = root, first: int = first, waiting: list[str] = waiting) -> None:
-            if step == first and waiting:
-                damage(root, waiting.pop())
-
-        assert trained(run, root, monkeypatch, at) == expected, (how, first)
-        assert first or events(run) & EVENTS, (how, events(run))
