@@ -24,7 +24,7 @@ from shardkit.stores.file_operations import substituted
 from shardkit.stores.store import parse_object_name
 from shardkit_tools.building import build_run, engines
 from shardkit_tools.importers import source_files
-from tests.drills import drill_count
+from tests.drills import drill_cases, drill_count
 from tests.faults.faulty_operations import FaultyOperations
 
 SETTINGS: dict[str, Any] = {"stratify": "label", "shard_size": "64KiB", "block_size": "8KiB"}
@@ -107,7 +107,7 @@ def script(tmp_path: Path) -> str:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.drill
-@pytest.mark.parametrize("whole_group", [True, False], ids=["group", "parent"])
+@pytest.mark.parametrize("whole_group", drill_cases([True, False], [1]))
 def test_two_jobs_killed_at_random_moments_and_resumed(
     tmp_path: Path, script: str, whole_group: bool
 ) -> None:

@@ -23,7 +23,6 @@ from torch.utils.data import get_worker_info, random_split  # noqa: E402
 import shardkit  # noqa: E402
 import shardkit.torch  # noqa: E402
 from shardkit.errors import UsageError  # noqa: E402
-from tests.drills import DRILLS, drill_count  # noqa: E402
 from tests.integration.conftest import is_running  # noqa: E402
 
 # more workers than processors, on purpose
@@ -251,9 +250,7 @@ def test_killed_processes_leave_no_memory(ds: shardkit.Dataset, tmp_path: Path, 
 def busy() -> Iterator[None]:
     """Processes that compute next to the test; the rest of the suite is load as well."""
     context = multiprocessing.get_context("fork")
-    others = [
-        context.Process(target=_compute, args=(os.getpid(),), daemon=True) for _ in range(4 if DRILLS else 1)
-    ]
+    others = [context.Process(target=_compute, args=(os.getpid(),), daemon=True) for _ in range(4)]
     for one in others:
         one.start()
     yield
@@ -267,8 +264,8 @@ def _compute(parent: int) -> None:
         sum(range(100_000))
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("turn", range(drill_count(20)))
+@pytest.mark.drill(only=True)
+@pytest.mark.parametrize("turn", range(20))
 def test_under_load_no_loop_is_wrong(ds: shardkit.Dataset, busy: None, turn: int) -> None:
     """25 loops a turn, some left early, workers late at random."""
     seed = f"{os.environ.get('SHARDKIT_SEED', '17')}-{turn}"
