@@ -94,7 +94,7 @@ def _rows(got: list[list[Any]]) -> list[Row]:
     return sorted(tuple(row) for rank in got for _, rows in rank for row in rows)
 
 
-@pytest.mark.drill
+@pytest.mark.drill(only=True)
 def test_killed_and_resumed_in_another_world(dataset: shardkit.Dataset, tmp_path: Path) -> None:
     url = str(dataset.repository.store.url)
     whole = _rows(_world(url, 1, None, None, {"threads": 1}))

@@ -255,6 +255,16 @@ def test_nothing_is_dropped_without_proof_of_good_copies(
     assert _shards(tmp_path / "a") == 1
 
 
+def test_an_object_that_is_good_nowhere_is_named(tmp_path: Path) -> None:
+    root = _dataset(tmp_path, "a", mode="async")
+    victim = min(root.glob("objects/**/*.tar"))
+    flip(victim)
+    done = replicate(Repository.open(root))
+    assert done.exit_code == 4
+    assert done.lost == [str(victim.relative_to(root))]
+    assert _missing(root) == 1  # all others were copied
+
+
 def test_a_copy_takes_the_place_of_a_lost_root(tmp_path: Path) -> None:
     root = _dataset(tmp_path, "a", "b")
     with pytest.raises(UsageError, match="answers: it must be gone"):
