@@ -108,6 +108,7 @@ def test_an_endpoint_without_anything_is_named(monkeypatch: pytest.MonkeyPatch) 
     [
         (301, "PermanentRedirect", "verify", 3, "check bucket, endpoint, region"),
         (403, "RequestTimeTooSkewed", "verify", 3, "this machine's clock is wrong"),
+        (403, "InvalidObjectState", "verify", 3, "the object is archived; restore it"),
         (501, "NotImplemented", "build", 1, "--single-writer"),
         (507, "XMinioStorageFull", "build", 1, "no room is left"),
     ],

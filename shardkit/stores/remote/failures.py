@@ -20,6 +20,7 @@ Kind = Literal[
     "expired",
     "denied",
     "clock",
+    "archived",
     "full",
     "range",
     "unsupported",
@@ -28,15 +29,27 @@ Kind = Literal[
 
 _STATUS: Final = re.compile(r"status code: (\d{3})|\b(?:HTTPStatusCode|status)['\"]?: (\d{3})")
 _CODE: Final = re.compile(r"<Code>([A-Za-z.]{1,60})</Code>|An error occurred \(([A-Za-z0-9.]{1,60})\)")
-_EXPIRED: Final = frozenset(
-    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
-)
-_DENIED: Final = frozenset(
-    {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AllAccessDisabled"}
-)
-_THROTTLED: Final = frozenset({"SlowDown", "RequestLimitExceeded", "ThrottlingException", "TooManyRequests"})
-_FULL: Final = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
-_NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound"})
+_BY_CODE: Final[dict[str, Kind]] = {
+    "NoSuchBucket": "refused",
+    "ContainerNotFound": "refused",
+    "ExpiredToken": "expired",
+    "ExpiredTokenException": "expired",
+    "TokenRefreshRequired": "expired",
+    "RequestExpired": "expired",
+    "AccessDenied": "denied",
+    "InvalidAccessKeyId": "denied",
+    "SignatureDoesNotMatch": "denied",
+    "AllAccessDisabled": "denied",
+    "SlowDown": "throttled",
+    "RequestLimitExceeded": "throttled",
+    "ThrottlingException": "throttled",
+    "TooManyRequests": "throttled",
+    "RequestTimeTooSkewed": "clock",
+    "InvalidObjectState": "archived",
+    "QuotaExceeded": "full",
+    "XMinioAdminBucketQuotaExceeded": "full",
+    "XMinioStorageFull": "full",
+}
 _BY_NAME: Final[dict[str, Kind]] = {
     "FileNotFoundError": "absent",
     "AlreadyExistsError": "exists",
@@ -70,6 +83,7 @@ _ADVICE: Final[dict[Kind, str]] = {
     "expired": "the credentials expired and could not be renewed; renew them, then run it again",
     "denied": "get the right, or set other credentials in the environment",
     "clock": "this machine's clock is wrong; set it, then run it again",
+    "archived": "the object is archived; restore it, then run it again",
     "full": "no room is left; make room or raise the quota, then run it again: what was published is kept",
     "unsupported": "the server lacks this request; use a store that keeps If-None-Match, or promise one writer at a "
     "time: single_writer=True (shardkit build --single-writer)",
@@ -83,8 +97,8 @@ class Failure(Exception):
     Attributes:
         kind: "absent" (no such object), "exists" (put-if-absent found one), "conflict" (another put is running),
             "throttled", "no-answer" (unknown whether it was carried out), "expired" (credentials), "denied",
-            "clock" (of this machine), "full", "range" (past the end), "unsupported" (the server lacks the request),
-            "refused" (any other error that would recur).
+            "clock" (of this machine), "archived" (must be restored first), "full", "range" (past the end),
+            "unsupported" (the server lacks the request), "refused" (any other error that would recur).
         reason: text for messages, without credentials.
     """
 
@@ -132,18 +146,8 @@ def classified() -> Iterator[None]:
 
 
 def _kind(name: str, status: int | None, code: str) -> Kind:
-    if code in _NO_BUCKET:
-        return "refused"
-    if code in _EXPIRED:
-        return "expired"
-    if code == "RequestTimeTooSkewed":
-        return "clock"
-    if code in _FULL:
-        return "full"
-    if code in _DENIED:
-        return "denied"
-    if code in _THROTTLED:
-        return "throttled"
+    if code in _BY_CODE:
+        return _BY_CODE[code]
     if name in _BY_NAME:
         return _BY_NAME[name]
     if code in ("NoSuchKey", "404"):
