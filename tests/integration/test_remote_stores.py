@@ -420,6 +420,43 @@ def test_settings_that_no_client_takes(monkeypatch: pytest.MonkeyPatch, tmp_path
             assert "hidden" not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("profile", "told"),
+    [
+        ("credential_process = {folder}/absent", "a file that the environment or configuration names"),
+        ("credential_process = /bin/echo none", "unusable configuration"),
+        ("role_arn = arn:aws:iam::123456789012:role/x\nsource_profile = nobody", "names another one"),
+        (
+            "role_arn = arn:aws:iam::123456789012:role/x\nweb_identity_token_file = {folder}/absent",
+            "a file that the environment or configuration names|gave none; .*renew them",
+        ),
+        (
+            (
+                "sso_session = one\nsso_account_id = 123456789012\nsso_role_name = r\n[sso-session one]\n"
+                "sso_start_url = https://127.0.0.1/\nsso_region = us-east-1"
+            ),
+            "the SSO session has no valid token; .*renew them",
+        ),
+    ],
+)
+def test_without_credentials_no_object_is_said_to_be_absent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, profile: str, told: str
+) -> None:
+    """boto3 raises FileNotFoundError for a token that is not there, as obstore does for an object."""
+    (tmp_path / "config").write_text("[profile x]\nregion = us-east-1\n" + profile.format(folder=tmp_path))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"AWS_CONFIG_FILE": f"{tmp_path}/config", "AWS_PROFILE": "x", "HOME": str(tmp_path),
+                        "AWS_EC2_METADATA_DISABLED": "true"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    store = open_store("s3://bucket/x")
+    assert isinstance(store, ObjectStore)
+    store = store.with_retry(RetryPolicy(deadline_s=0))
+    for ask in (lambda: store.head("x"), lambda: store.get("x", max_bytes=9)):
+        with pytest.raises(StoreError, match=told):
+            ask()
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r"pip install .*obstore"):

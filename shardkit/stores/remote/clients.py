@@ -366,6 +366,8 @@ class FsspecClient:
                 system, root = fsspec.core.url_to_fs(
                     address.url, skip_instance_cache=True, use_listings_cache=False
                 )
+            except FileNotFoundError:  # of this machine, such as a key
+                raise Failure("refused", "a file that the configuration names cannot be read") from None
             except TypeError:  # some file systems, such as sftp, pass unknown options to their client
                 system, root = fsspec.core.url_to_fs(address.url, skip_instance_cache=True)
             except ValueError:

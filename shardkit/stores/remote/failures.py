@@ -7,6 +7,7 @@ string. So only the HTTP status and the error code of an error are passed on.
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 from collections.abc import Iterator
 from typing import Final, Literal
@@ -59,6 +60,13 @@ _BY_NAME: Final[dict[str, Kind]] = {
     "PermissionError": "denied",
     "ProfileNotFound": "refused",
     "ConfigParseError": "refused",
+    "InvalidConfigError": "refused",
+    "JSONDecodeError": "refused",
+    "PartialCredentialsError": "refused",
+    "CredentialRetrievalError": "expired",
+    "SSOTokenLoadError": "expired",
+    "TokenRetrievalError": "expired",
+    "UnauthorizedSSOTokenError": "expired",
 }
 _BY_STATUS: Final[dict[int, Kind]] = {
     401: "denied",
@@ -121,6 +129,10 @@ class Failure(Exception):
 def classify(error: BaseException) -> Failure:
     """Return the failure that a client's exception means. Drop the exception: its text may contain credentials."""
     text = str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
+        # A file of this machine, such as a token or a program that issues credentials. An error of the same class for
+        # an absent object has no number.
+        return Failure("refused", "a file that the environment or configuration names cannot be read")
     status_match, code_match = _STATUS.search(text), _CODE.search(text)
     # botocore has the status in an attribute too; the answer to a HEAD has no body, so no code
     answer = getattr(error, "response", None)
@@ -148,6 +160,8 @@ def classified() -> Iterator[None]:
 def _kind(name: str, status: int | None, code: str) -> Kind:
     if code in _BY_CODE:
         return _BY_CODE[code]
+    if name == "UnauthenticatedError" and status is None:
+        return "expired"  # boto3 gave obstore no credentials
     if name in _BY_NAME:
         return _BY_NAME[name]
     if code in ("NoSuchKey", "404"):
@@ -161,6 +175,9 @@ def _short(error: BaseException, text: str) -> str:
     """Describe an error without status and code, which means that the request got no answer."""
     lowered = text.lower()
     for word, meaning in (
+        ("referenced in the profile", "an AWS profile names another one that does not exist"),
+        ("sso", "the SSO session has no valid token"),
+        ("credential provider", "the service that issues credentials gave none"),
         ("retrieving credentials", "the service that issues credentials gave none"),
         ("config profile", "there is no such AWS profile (AWS_PROFILE)"),
         ("config file", "the AWS configuration file is unusable"),
@@ -174,4 +191,5 @@ def _short(error: BaseException, text: str) -> str:
     ):
         if word in lowered:
             return meaning
-    return f"no answer ({type(error).__name__})"
+    name = type(error).__name__
+    return f"{'unusable configuration' if _BY_NAME.get(name) == 'refused' else 'no answer'} ({name})"
