@@ -193,30 +193,10 @@ REFUSED: dict[str, tuple[Callable[[Path], list[str]], dict[str, Any], type[Shard
         SourceError,
         r"a\.npy: a bool is neither 0 nor 1.*shardkit build",
     ),
-    "types": (
-        lambda p: npy(p, np.zeros((4, 5))) + npy(p, np.zeros((4, 6)), "b.npy"),
-        {},
-        SourceError,
-        r"b\.npy: rows of float64\[6\], but .*a\.npy has float64\[5\]",
-    ),
-    "no rows": (lambda p: npy(p, np.zeros((0, 5))), {}, SourceError, r"a\.npy: the array has no rows"),
     "empty rows": (lambda p: npy(p, np.zeros((5, 0))), {}, SourceError, "empty arrays; .*shardkit build"),
-    "objects": (lambda p: npy(p, np.array([{}], object)), {}, SourceError, "pickled"),
     "cut": (short, {}, SourceError, r"a\.npy: .*cut short"),
     "no type": (tokens, {}, UsageError, r"t\.bin: nothing says.*--dtype uint16 --row 2048"),
     "no row": (tokens, {"options": ImportOptions(dtype="uint16")}, UsageError, r"--row 2048"),
-    "other type": (
-        tokens,
-        {"options": ImportOptions(dtype="object", row=4)},
-        UsageError,
-        "expected one of uint8",
-    ),
-    "less than a row": (
-        tokens,
-        {"options": ImportOptions(dtype="uint16", row=501)},
-        SourceError,
-        r"t\.bin: 1000 bytes, less than a row",
-    ),
     "documents in rows": (documents, {**TOKENS, "from_": "tokens"}, UsageError, "name only the .bin files"),
     "documents apart": (
         lambda p: documents(p, 2, 499),
@@ -249,7 +229,6 @@ REFUSED: dict[str, tuple[Callable[[Path], list[str]], dict[str, Any], type[Shard
         UsageError,
         "leave them out",
     ),
-    "unknown": (tokens, {"from_": "hdf5"}, UsageError, "'hdf5': no such importer"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import subprocess
@@ -14,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import shardkit
-from shardkit.errors import IntegrityError, MissingDependency, NotFoundError, StoreError, UsageError
+from shardkit.errors import MissingDependency, NotFoundError, StoreError, UsageError
 from shardkit.repository.repository import Repository
 from shardkit.stores.local import LocalStore, open_store
 from shardkit.stores.remote.addresses import parse_address
@@ -366,42 +364,6 @@ def test_errors_and_pickles_hold_no_credential(monkeypatch: pytest.MonkeyPatch, 
         told = "".join(traceback.format_exception(caught.value)) + repr(dead)
         assert SECRET_KEY not in told
         assert ACCESS_KEY not in told
-
-
-@pytest.fixture(params=["localstack", "google"])
-def bucket_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of a root that is new, on a server that keeps what is asked of it."""
-    if request.param == "localstack":
-        use(monkeypatch, request.getfixturevalue("localstack_endpoint"))
-        yield new_url()
-        return
-    with google_server(BUCKET) as served:
-        for name, value in google_environment(served.endpoint).items():
-            monkeypatch.setenv(name, value)
-        yield f"gs://{BUCKET}/{uuid.uuid4().hex}/deep"
-        assert served.refused == []
-
-
-def test_a_dataset_in_a_bucket(bucket_url: str, tmp_path: Path) -> None:
-    """create, open, sample, loader: as on a disk, and the same manifest."""
-    ids = []
-    for root in (bucket_url, str(tmp_path / "local")):
-        with shardkit.create(root, {"image": "bytes", "label": "int64"}, stratify="label", shard_size=40_000,
-                             block_size=4_000) as writer:  # fmt: skip
-            for number in range(200):
-                writer.add({"image": b"%d " % number * 100, "label": number % 3}, key=f"k{number}")
-        dataset = shardkit.open(root)
-        ids.append(dataset.manifest.id)
-        plan = dataset.plan(global_batch=10, seed=1)
-        with contextlib.closing(dataset.loader(plan, rank=0, world=1, tensors=False)) as loader:
-            seen = [
-                (batch["samples"].tolist(), [bytes(one)[:9] for one in batch["image"]]) for batch in loader
-            ]
-        ids.append(repr((seen, dataset[17])))
-    assert ids[:2] == ids[2:]
-    assert dataset.manifest.shards > 1
-    with pytest.raises(IntegrityError):
-        Repository.open(root).store.get_range(dataset.reader.shard_name(0), 0, 2**30)
 
 
 def test_settings_that_no_client_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

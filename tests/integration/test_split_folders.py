@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 
 import shardkit
-from shardkit.stores.local import open_store
 from tests.command_line import document_of, typed
 from tests.pictures import PNG
-from tests.servers.object_stores import s3_environment
-
-BUCKETS = ("pictures", "shards")
 
 
 def pictures(root: Path, *names: str, head: bytes = PNG) -> Path:
@@ -63,24 +59,6 @@ def test_the_imagenet_layout(tmp_path: Path, jobs: int) -> None:
     again = built(tmp_path / "imgs", tmp_path / "d")
     assert again["commit"] is None
     assert again["classes"] == {"cat": 3, "dog": 2, "emu": 1}
-
-
-def test_the_imagenet_layout_in_a_bucket(
-    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Pictures and root both in a bucket: the version of the folder, file by file."""
-    for name, value in s3_environment(server).items():
-        monkeypatch.setenv(name, value)
-    here = pictures(tmp_path / "imgs", *IMAGENET)
-    there = open_store("s3://pictures/imgs")
-    for name in IMAGENET:
-        there.put_new(name, (here / name).read_bytes())
-    local = built(here, tmp_path / "d")
-    done = built("s3://pictures/imgs", "s3://shards/d")
-    assert done["splits"] == local["splits"]
-    assert done["classes"] == local["classes"] == {"cat": 3, "dog": 2, "emu": 1}
-    for split in ("", "@train", "@val"):
-        assert labels(f"s3://shards/d{split}") == labels(f"{tmp_path}/d{split}")
 
 
 def test_any_case_and_every_name(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import zoneinfo
 from decimal import Decimal
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +20,6 @@ from shardkit.formats import FieldType
 from shardkit.formats.values import Logical, logical_text
 from tests.command_line import output_of
 
-FORMATS = [("tar", "none"), ("arrow", "none"), ("arrow", "zstd")]
 BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 SCHEMA = {
     "day": "date",
@@ -206,44 +203,6 @@ def test_a_condition_means_the_same_in_every_block(tmp_path: Path) -> None:
         Decimal(number) / 4 for number in range(200, 302) if number != 241
     ]
     assert len(ds.select(where="price > -0.25 and day < '1970-04-11'")) == 100
-
-
-def test_tables_keep_their_types_on_the_way_in_and_out(tmp_path: Path) -> None:
-    table = pa.table({
-        "day": pa.array([dt.date(2026, 11, 20), None], pa.date64()),
-        "seen": pa.array([0, 1], pa.timestamp("ns", "Asia/Kolkata")),
-        "at": pa.array([dt.time(1), dt.time(2)], pa.time32("ms")),
-        "took": pa.array([1, None], pa.duration("ns")),
-        "price": pa.array([Decimal("1.20"), Decimal("-7.50")], pa.decimal128(5, 2)),
-        "big": pa.array([Decimal(10) ** 25, Decimal(1)], pa.decimal128(38, 0)),
-    })  # fmt: skip
-    pq.write_table(table, tmp_path / "rows.parquet")
-    root, out = tmp_path / "root", tmp_path / "out.parquet"
-    output_of("build", str(tmp_path / "rows.parquet"), str(root), "--no-shuffle")
-    fields = {name: str(kind) for name, kind in shardkit.open(root).schema.items()}
-    assert fields == {
-        "day": "date?",
-        "seen": "timestamp[ns, Asia/Kolkata]",
-        "at": "time[ms]",
-        "took": "duration[ns]?",
-        "price": "decimal[18,2]",
-        "big": "str",
-    }
-    output_of("export", str(root), "--as", "parquet", "--out", str(out))
-    back = pq.read_table(out)
-    for name in ("day", "at", "price"):
-        assert (
-            back.column(name).to_pylist() == table.column(name).cast(back.schema.field(name).type).to_pylist()
-        )
-    assert back.column("seen").cast(pa.int64()).to_pylist() == [0, 1]
-    assert back.column("took").cast(pa.int64()).to_pylist() == [1, None]
-    lines = tmp_path / "out.jsonl"
-    output_of("export", str(root), "--as", "jsonl", "--out", str(lines))
-    first = json.loads(lines.read_text().splitlines()[0])
-    assert first["day"] == "2026-11-20"
-    assert first["took"] == "PT0.000000001S"
-    shown = output_of("cat", str(root), "0")
-    assert "1.20" in shown
 
 
 def test_texts_of_a_csv_become_dates_where_asked(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shlex
-import tarfile
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkit
-import shardkit_tools
 from shardkit.errors import FormatError, SampleError, SchemaError, UsageError
-from shardkit.formats import FieldType, Schema
+from shardkit.formats import FieldType
 from shardkit.formats.schema import decode_payload, encode_value
 from shardkit.loader.packed_rows import find_documents
-from shardkit_tools.commands.export import export_samples
-from shardkit_tools.importers import ImportOptions
 from shardkit_trainer.configuration import ModelConfig
 from shardkit_trainer.tasks import IGNORED, LanguageTask
 from tests.command_line import call
@@ -222,59 +218,6 @@ def test_transforms_get_arrays_in_their_shapes_and_each_item_is_decoded(tmp_path
             assert sizes == (None if files is None else list(map(len, files)))
     with pytest.raises(UsageError, match="decode: 'picture' is uint8"):
         ds.loader(plan, decode={"picture": "rgb8"})
-
-
-def test_they_are_exported_as_lists(tmp_path: Path) -> None:
-    made = rows(12)
-    with shardkit.create(tmp_path / "d", schema=SCHEMA) as writer:
-        for row in made:
-            writer.add(row)
-    ds = shardkit.open(tmp_path / "d")
-    export_samples(ds, "parquet", tmp_path / "out.parquet", schema=ds.schema, file_bytes=1 << 30)
-    table = {row["number"]: row for row in pq.read_table(tmp_path / "out.parquet").to_pylist()}
-    assert all(table[row["number"]]["picture"] == row["picture"].tolist() for row in made)
-    with pytest.raises(SchemaError, match="'files'"):
-        export_samples(ds, "jsonl", tmp_path / "out.jsonl", schema=ds.schema, file_bytes=1 << 30)
-    some = Schema({name: kind for name, kind in ds.schema.items() if name != "files"})
-    export_samples(ds, "webdataset", tmp_path / "out.tar", schema=some, file_bytes=1 << 30)
-    with tarfile.open(tmp_path / "out.tar") as tar:
-        names = [name for name in tar.getnames() if name.endswith(".picture.npy")]
-        arrays = [np.load(io.BytesIO(tar.extractfile(name).read())) for name in names]  # type: ignore[union-attr]
-    assert sorted(one.shape for one in arrays) == sorted(row["picture"].shape for row in made)
-
-
-def built(source: Path, root: Path, **settings: Any) -> Any:
-    shardkit_tools.build(str(source), root, jobs=1, **settings)
-    return shardkit.open(root)
-
-
-def test_tables_with_lists_of_lists_and_of_pictures(tmp_path: Path) -> None:
-    picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    boxes = pa.array([[[1, 2], [3, 4]], [], [[5, 6]]], pa.list_(pa.list_(pa.float32(), 2)))
-    pictures = pa.array(
-        [[{"bytes": b"a", "path": "x"}, {"bytes": b"bc", "path": None}], [], None], pa.list_(picture)
-    )
-    words = pa.array([["a", "b"], [], ["c"]], pa.list_(pa.string()))
-    mel = pa.array([[[1.0, 2.0]], [], [[3.0, 4.0], [5.0, 6.0]]], pa.list_(pa.list_(pa.float32())))
-    table = pa.table({"boxes": boxes, "pictures": pictures, "words": words, "mel": mel})
-    pq.write_table(table, tmp_path / "in.parquet")
-    ds = built(
-        tmp_path / "in.parquet",
-        tmp_path / "d",
-        options=ImportOptions(field_types={"words": "str[*]", "mel": "float32[*,2]"}),
-    )
-    types = {name: str(kind) for name, kind in ds.schema.items()}
-    assert types == {
-        "boxes": "float32[*,2]",
-        "pictures": "bytes[*]?",
-        "words": "str[*]",
-        "mel": "float32[*,2]",
-    }
-    samples = sorted((ds[n] for n in range(3)), key=lambda one: len(one["boxes"]))
-    assert [one["boxes"].tolist() for one in samples] == [[], [[5, 6]], [[1, 2], [3, 4]]]
-    assert [one["pictures"] for one in samples] == [[], None, [b"a", b"bc"]]
-    assert [one["words"] for one in samples] == [[], ["c"], ["a", "b"]]
-    assert [one["mel"].shape for one in samples] == [(0, 2), (2, 2), (1, 2)]
 
 
 def test_a_build_says_how_lists_become_arrays(tmp_path: Path) -> None:
