@@ -117,23 +117,6 @@ def test_a_class_axis_names_strata_by_folder(tmp_path: Path) -> None:
     assert dict(result.strata) == {"a": 77, "b": 7, "c": 6}
 
 
-def test_a_build_with_splits(tmp_path: Path) -> None:
-    rows = [{"text": f"row {n}", "user": f"u{n % 40}"} for n in range(800)]
-    result = shardkit_tools.build(
-        lines(tmp_path / "rows.jsonl", rows),
-        tmp_path / "root",
-        format="arrow",
-        split={"train": 0.75, "val": 0.25},
-        split_by="user",
-    )
-    assert sum(result.split_rows.values()) == 800
-    refs = Repository.open(tmp_path / "root").refs
-    assert set(refs) == {"main", "train", "val"}
-    users = [{s["user"] for _, _, s in all_samples(f"{tmp_path}/root@{ref}")} for ref in ("train", "val")]
-    assert not users[0] & users[1]
-    assert len(users[0] | users[1]) == 40
-
-
 def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path) -> None:
     source = folder(tmp_path / "source")
     dry = shardkit_tools.build(source, tmp_path / "root", **SETTINGS, split={"val": 0.5}, dry_run=True)

@@ -183,26 +183,6 @@ def test_a_trainer_that_draws_is_not_taken_for_the_transform(dataset: shardkit.D
                 random.random(), np.random.rand(), torch.rand(1)
 
 
-def test_torchvision(dataset: shardkit.Dataset, plan: Any) -> None:
-    v2 = pytest.importorskip("torchvision.transforms.v2", exc_type=ImportError)
-    picture = torch.arange(3 * 32 * 32, dtype=torch.uint8).view(3, 32, 32)
-    augment = v2.Compose([v2.RandomResizedCrop(8), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4)])
-
-    def crop(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        return {"n": sample["n"], "drawn": augment(picture).numpy().ravel().astype(float)}
-
-    def run(world: int) -> dict[int, tuple[float, ...]]:
-        found: dict[int, tuple[float, ...]] = {}
-        for rank in range(world):
-            with dataset.loader(
-                plan, rank=rank, world=world, transform=crop, threads=1, tensors=False
-            ) as loader:
-                found |= rows_of(loader)
-        return found
-
-    assert run(1) == run(2) == run(4)
-
-
 def test_a_generator_that_is_first_used_late_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """After the calls that refuse; a warning, because another thread of the program may draw at the same time."""
     waits, calls = TrainerWaits(), itertools.count()

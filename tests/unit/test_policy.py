@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-import shardkit
 from shardkit.copies.place import commit_table
 from shardkit.errors import (
     CommitConflict,
     ConfigurationError,
     IntegrityError,
     ShardkitError,
-    StoreReadOnlyError,
     UsageError,
 )
-from shardkit.reading.located_store import LocatedStore
 from shardkit.repository.locations import COPY_NAME, SPARE_NAME, first_root, prepare_copy, read_table
 from shardkit.repository.log import entry_name
 from shardkit.repository.policy import Critical, LocationRecord, LocationTable, Parity, Policy
@@ -153,50 +149,6 @@ def test_a_table_of_another_repository_is_refused(root: Repository, tmp_path: Pa
     with pytest.raises(IntegrityError, match="of repository"):
         read_table(root.store, "another")
     assert Repository.open(tmp_path / "root", read_only=True).id == root.id
-
-
-def _dataset(path: Path) -> None:
-    with shardkit.create(
-        path, schema={"value": "int64"}, format="tar", shard_size="1KiB", block_size="128B"
-    ) as writer:
-        for number in range(40):
-            writer.add({"value": number})
-
-
-def _with_copy(tmp_path: Path) -> Path:
-    """A dataset and a copy of all of it, both known to the root."""
-    _dataset(tmp_path / "root")
-    root = Repository.open(tmp_path / "root")
-    copy = tmp_path / "copy"
-    table = _commit(root, None, f"mirror={copy}", copies=2)
-    assert table.policy.copies == 2
-    prepare_copy(root.store, LocalStore(copy), "mirror", root.id)
-    shutil.copytree(tmp_path / "root", copy, dirs_exist_ok=True)
-    return copy
-
-
-def test_a_root_finds_its_copies_by_itself(tmp_path: Path) -> None:
-    copy = _with_copy(tmp_path)
-    found = Repository.open(tmp_path / "root", read_only=True)
-    assert isinstance(found.store, LocatedStore)
-    assert [one.name for one in found.store.locations] == ["root", "mirror"]
-    for shard in (tmp_path / "root").glob("objects/**/*.tar"):
-        shard.unlink()
-    dataset = shardkit.open(tmp_path / "root")
-    assert sorted(int(dataset[i]["value"]) for i in range(40)) == list(range(40))
-    assert len(list(copy.glob("objects/**/*.tar"))) > 1
-
-
-def test_a_copy_knows_that_it_is_one(tmp_path: Path) -> None:
-    copy = _with_copy(tmp_path)
-    with pytest.raises(StoreReadOnlyError, match=r"is the copy 'mirror' of .*/root; write there"):
-        Repository.open(copy)
-    shutil.rmtree(tmp_path / "root")
-    dataset = shardkit.open(copy)
-    assert sorted(int(dataset[i]["value"]) for i in range(40)) == list(range(40))
-    opened = Repository.open(copy, read_only=True)
-    assert isinstance(opened.store, LocatedStore)
-    assert [one.name for one in opened.store.locations] == ["mirror", "root"]
 
 
 def test_a_root_is_no_copy_of_itself_nor_of_another(tmp_path: Path) -> None:
