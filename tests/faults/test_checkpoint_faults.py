@@ -170,15 +170,6 @@ def test_files_that_are_cut_extended_removed_or_swapped(tmp_path: Path, damage: 
         path.write_bytes(good)
 
 
-def test_a_torn_mix_of_two_steps_does_not_load(tmp_path: Path) -> None:
-    save(tmp_path / "a", 1)
-    save(tmp_path / "a", 2)
-    refs = sorted((tmp_path / "a" / "checkpoints").iterdir())
-    refs[1].write_bytes(refs[0].read_bytes())
-    with pytest.raises(IntegrityError, match=r"step-0002.*damaged"):
-        load(tmp_path / "a", "step-0002")
-
-
 def test_a_process_that_dies_at_any_file_operation_loses_nothing(tmp_path: Path) -> None:
     """Every later operation fails, as for a killed process; then all of them one by one with a full disk."""
     save(tmp_path / "good", 1)
