@@ -33,7 +33,7 @@ _NUMBERS = 8  # longest array whose items are shown
 def value_text(value: Any) -> str:
     """Return one short line that describes a value of a sample or a column of a batch.
 
-    Examples: ``48 × bytes, 6 to 87 KB``, ``int32[2048]``, ``'the first words…'``. Numbers and small arrays are shown
+    Examples: ``48 × bytes, 6 to 87 KiB``, ``int32[2048]``, ``'the first words…'``. Numbers and small arrays are shown
     in full.
     """
     if isinstance(value, bytes):
@@ -64,7 +64,8 @@ def _list_text(items: list[Any]) -> str:
     if kind == "bytes":
         sizes = [len(item) for item in items if item is not None]
         low, high = _size_text(min(sizes)), _size_text(max(sizes))
-        more = f", {low}{more}" if low == high else f", {low.removesuffix(high[-3:])} to {high}{more}"
+        unit = f" {high.split()[1]}"
+        more = f", {low}{more}" if low == high else f", {low.removesuffix(unit)} to {high}{more}"
     elif kind == "str":
         more = f", {value_text(next(item for item in items if item is not None))} …{more}"
     return f"{len(items)} × {kind}{more}"
@@ -75,7 +76,7 @@ def _dtype_text(array: Any) -> str:
 
 
 def _size_text(num_bytes: int) -> str:
-    for unit, size in (("MB", 1e6), ("KB", 1e3)):
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"
     return f"{num_bytes} bytes"

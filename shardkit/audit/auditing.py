@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
@@ -371,8 +371,18 @@ def explain_events(record: RunRecord) -> None:
             severity, name, where, text = _TOLD[kind]
             record.add(severity, name, where.format_map(known), text.format_map(known))
         else:
-            others = (f"{name} {value}" for name, value in event.items() if name not in ("kind", "step"))
+            others = (
+                f"{name} {_event_value(value)}"
+                for name, value in event.items()
+                if name not in ("kind", "step")
+            )
             record.add("note", kind, f"step {event['step']}", ", ".join(others))
+
+
+def _event_value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{name}: {one}" for name, one in value.items())
+    return str(value)
 
 
 _LISTED: Final = 8

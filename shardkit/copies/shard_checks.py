@@ -10,6 +10,7 @@ from shardkit.extras import shell_word
 from shardkit.formats import ShardIndex, read_block, verify_block
 from shardkit.manifest import Manifest
 from shardkit.reading.adopted import AdoptedStore, adopted_place, changed_files
+from shardkit.reading.blocks import RESTORE_ADOPTED
 from shardkit.reading.objects import Depth, check_object
 from shardkit.stores.store import Store, parse_object_name, read_object
 
@@ -22,9 +23,6 @@ LEVELS: tuple[Level, ...] = ("list", "attested", "stored", "read", "decode")
 
 The object exists; a scrub attested it; the store's checksum matches; every byte is read; every sample is decoded.
 """
-
-
-_RESTORE_ADOPTED = "put the file back as it was when it was adopted, or adopt it as it is now: shardkit adopt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,7 @@ class ShardCheck:
         """Return the finding of an object, by default the shard. An adopted file is named by its place."""
         name = name or self.name
         place = adopted_place(self.store, name)
-        action = _RESTORE_ADOPTED if place else ""
+        action = RESTORE_ADOPTED if place else ""
         return finding_of(
             self.store.url, place or name, expected, problem, action=action, blocks=blocks, rows=rows
         )
@@ -130,7 +128,7 @@ class ShardCheck:
     def _changed_files(self, *, read: bool) -> list[Finding]:
         """Return a finding per changed file if the shard is a group of adopted files; otherwise []."""
         changed = changed_files(self.store, self.name, read=read)
-        return [Finding(place, expected, got, _RESTORE_ADOPTED, rows=1) for place, expected, got in changed]
+        return [Finding(place, expected, got, RESTORE_ADOPTED, rows=1) for place, expected, got in changed]
 
     def _read_index(self) -> tuple[ShardIndex | None, list[Finding]]:
         digest, _ = parse_object_name(self.index_name)

@@ -111,8 +111,9 @@ class Where:
         try:
             self._tree = parse_expression(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            said = error.msg if isinstance(error, SyntaxError) else error
             raise UsageError(
-                f'where={shown(text)} cannot be read: {error}; write for example "label < 5", and a name that is no '
+                f'where={shown(text)} cannot be read: {said}; write for example "label < 5", and a name that is no '
                 "word in backticks: \"`First Name` == 'Ada'\""
             ) from None
         self.fields = sorted({node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)})

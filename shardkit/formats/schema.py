@@ -323,6 +323,9 @@ class Schema(Mapping[str, FieldType]):
     def __repr__(self) -> str:
         return f"Schema({ {name: str(kind) for name, kind in self._ordered} })"
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {kind}" for name, kind in self._ordered)
+
 
 def presence_of(name: str) -> str:
     """Return the name of the stored bool column that marks the values of an optional field."""

@@ -43,9 +43,10 @@ def check_state(state: Mapping[str, Any], plan: Plan, manifest: str) -> int:
     expected = {"manifest": manifest, "plan": plan.digest}
     differing = [name for name, value in expected.items() if state.get(name) != value]
     details = "; ".join(f"{n} is {state.get(n)!r} in the state, {expected[n]!r} here" for n in differing)
+    opened = "Open the dataset at that manifest and make" if "manifest" in differing else "Make"
     raise StateError(
-        f"this state belongs to other data: {details}. Open the dataset at that manifest and make the plan "
-        "with the settings of the run, or start at step 0"
+        f"this state belongs to {'other data' if 'manifest' in differing else 'another plan of the same data'}: "
+        f"{details}. {opened} the plan with the settings of the run, or start at step 0"
     )
 
 

@@ -165,6 +165,7 @@ def fresh_memory(size: int) -> NDArray[np.uint8]:
 _readers: weakref.WeakSet[BlockReader] = weakref.WeakSet()
 
 _MAX_INDEX_BYTES = 256 << 20
+RESTORE_ADOPTED = "put the file back as it was when it was adopted, or adopt it as it is now: shardkit adopt"
 _FIELD_SHIFT = 44  # fields have places after the places of all blocks
 
 
@@ -327,7 +328,8 @@ class BlockReader:
                     return parsed([memoryview(store.read_block(request)) for request in requests], "fast")
                 return parsed([self._read_stored(request, memory) for request in requests], verify)
         except IntegrityError as error:
-            raise IntegrityError(f"{self._where(shard, block)}: {error}") from None
+            advice = f"; {RESTORE_ADOPTED}" if self._is_adopted(shard) else ""
+            raise IntegrityError(f"{self._where(shard, block)}: {error}{advice}") from None
         except ShardkitError as error:
             raise type(error)(f"{self._where(shard, block)}: {error}") from error
 

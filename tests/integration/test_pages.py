@@ -340,7 +340,7 @@ MISTAKES: dict[str, Callable[[shardkit.Dataset], object]] = {
     "expected a divisor of the global batch": lambda ds: ds.plan(global_batch=32, lanes=7),
     "do not divide evenly over": lambda ds: ds.loader(ds.plan(global_batch=32), rank=0, world=3),
     "cannot share": lambda ds: ds.loader(ds.plan(global_batch=32), rank=0, world=1000),
-    "this state belongs to other data": other_state,
+    "this state belongs to": other_state,
     "a loader takes a plan": lambda ds: ds.loader(512),  # type: ignore[arg-type]
     "cannot take": wrong_sample,
     "names sha256": lambda ds: shardkit.create("cats", schema={"x": "int8"}),

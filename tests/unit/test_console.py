@@ -119,7 +119,14 @@ def test_a_terminal_gets_short_ids_and_narrow_pages(
             run(command)
         assert not end.value.code
         pages[" ".join(command)] = COLOURS.sub("", capsys.readouterr().out)
-        assert max(map(len, pages[" ".join(command)].splitlines())) <= 80, command
+        lines = pages[" ".join(command)].splitlines()
+        assert max(len(line) for line in lines if not line.startswith("id ")) <= 80, command
+    assert re.search(r"^id  +sha256:[0-9a-f]{64}$", pages["show d"], re.MULTILINE), "a whole id, to copy"
+    print_document({"copies": [{"shard": DIGEST, "location": "root", "domain": "a" * 80, "problem": None}]})
+    table = COLOURS.sub("", capsys.readouterr().out).splitlines()
+    assert table[2].split() == ["shard", "location", "domain"], "whole headings, and no empty column"
+    assert "sha256:abababababab… " in table[3]
+    assert max(map(len, table)) <= 80
     assert "pooled: too rare for every shard" in pages["show d --all"]
     assert "class number 39" in pages["show d --all"]
     assert "… and 15 more (--all)" in pages["show d"]

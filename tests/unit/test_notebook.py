@@ -132,7 +132,7 @@ def test_samples_and_batches_print_in_a_few_short_lines(tmp_path: Path) -> None:
     ds = shardkit.open(tmp_path / "a")
     sample = repr(ds[17])
     assert sample.startswith(
-        "{'image': bytes, 34.9 KB, 'label': 1 (dog), 'tokens': int32[2048], 'words': int32[17], "
+        "{'image': bytes, 34.1 KiB, 'label': 1 (dog), 'tokens': int32[2048], 'words': int32[17], "
     )
     assert len(sample) < 250
     assert len(repr(ds.head(3)).splitlines()) == 3
@@ -141,7 +141,7 @@ def test_samples_and_batches_print_in_a_few_short_lines(tmp_path: Path) -> None:
     assert copy["image"] == ds[17]["image"]
     with ds.loader(ds.plan(global_batch=48, lanes=1), tensors=False) as loader:
         batch = repr(next(iter(loader)))
-    assert "\n  image: 48 × bytes, 6 to 85.9 KB\n" in batch
+    assert "\n  image: 48 × bytes, 5.86 to 83.9 KiB\n" in batch
     assert "\n  tokens: int32[48,2048]\n" in batch
     assert "\n  words: 48 × int32[*], 0 to 47 items\n" in batch
     assert len(batch) < 500

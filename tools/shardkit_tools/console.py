@@ -1,8 +1,8 @@
 """Print the results of commands: pages and tables on a terminal, plain lines otherwise, JSON on request.
 
-On a terminal, ids are shortened and tables fit the window. Otherwise nothing is shortened and columns are separated by
-at least two spaces, so that `awk` and `grep` work. Unprintable characters are always escaped. The last section formats
-values: sizes, counts, times, shares, digests.
+On a terminal, tables fit the window: ids are shortened and columns without a value left out. Otherwise nothing is left
+out, and columns are separated by at least two spaces, so that `awk` and `grep` work. Unprintable characters are always
+escaped. The last section formats values: sizes, counts, times, shares, digests.
 """
 
 from __future__ import annotations
@@ -109,16 +109,17 @@ def print_facts(facts: Iterable[tuple[str, object]], indent: int = 0) -> None:
     if not is_terminal():
         _print_plain(("", ""), shown, indent)
     elif shown:
-        from rich.padding import Padding
-        from rich.table import Table
+        from rich.cells import cell_len, set_cell_size
         from rich.text import Text
 
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
+        terminal = _console()
+        names = indent + max(cell_len(name) for name, _ in shown) + 2
         for name, value in shown:
-            grid.add_row(Text(name), Text(value))
-        _console().print(Padding(grid, (0, 0, 0, indent)))
+            text = Text(value)  # a value of one word, such as an id, is not broken: it can be copied
+            lines = text.wrap(terminal, max(1, terminal.width - names)) if " " in value else text.split("\n")
+            for number, line in enumerate(lines):
+                label = set_cell_size("" if number else " " * indent + name, names)
+                terminal.print(Text.assemble((label, "dim"), line), soft_wrap=True)
 
 
 def print_table(
@@ -146,20 +147,24 @@ def _print_rows(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     if not is_terminal():
         _print_plain(columns, [headings, *([_cell(cell, ", ") for cell in row] for row in rows)])
         return
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
+    cells = [[short_ids(_cell(cell)) for cell in row] for row in rows]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for column, heading in zip(columns, headings, strict=True):
+    filled = [i for i in range(len(columns)) if not cells or any(row[i] not in ("", "–") for row in cells)]
+    for column, heading in ((columns[i], headings[i]) for i in filled):
         wraps = column.startswith("*")
         table.add_column(
             heading,
             justify="right" if column.startswith(">") else "left",
             no_wrap=not wraps,
             overflow="fold" if wraps else "ellipsis",
+            min_width=cell_len(heading),
         )
-    for row in rows:
-        table.add_row(*(Text(_cell(cell)) for cell in row))
+    for row in cells:
+        table.add_row(*(Text(row[i]) for i in filled))
     _console().print(table)
 
 
@@ -444,6 +449,11 @@ def count_text(count: int, noun: str = "", nouns: str = "") -> str:
     if not noun:
         return f"{count:,}"
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def range_text(least: str, most: str) -> str:
+    """Return two values as a range, or one if they are equal."""
+    return most if least == most else f"{least} to {most}"
 
 
 def duration_text(seconds: float) -> str:

@@ -38,7 +38,7 @@ FIRST_CONTACT_S: Final = 8.0
 
 _OF_ALL_COMMANDS: Final = (
     "--timeout SECONDS",
-    f"Give up on a store that has not answered once by then ({FIRST_CONTACT_S:g} s).",
+    f"Give up on a store that has not answered within this time ({FIRST_CONTACT_S:g} s).",
 )
 _WIDEST = 100
 _TERM_WIDEST = 28

@@ -58,8 +58,8 @@ ShardFormat = Literal["tar", "arrow"]
 
 RootArgument = Annotated[str, argument("ROOT", "The dataset's root, not a copy of it.")]
 VersionArgument = Annotated[str, argument("ROOT[@REF]", "The version; without @REF: main.")]
-MessageOption = Annotated[str, option("--message -m", "Why, for the log.")]
-AuthorOption = Annotated[str, option("--author", "Who, for the log.")]
+MessageOption = Annotated[str, option("--message -m TEXT", "Reason of the change, for the log.")]
+AuthorOption = Annotated[str, option("--author NAME", "Author of the change, for the log.")]
 SkipOption = Annotated[
     str, option("--skip A:B", "Leave out steps A to B-1: step A has the samples that step B had.")
 ]
@@ -75,17 +75,22 @@ WeightsOption = Annotated[
 ]
 RefOption = Annotated[str, _VERSION("--ref NAME", "The ref that the version gets.")]
 ReplaceOption = Annotated[
-    bool, _VERSION("--replace", "Even if the ref names samples of another schema, or was moved meanwhile.")
+    bool,
+    _VERSION("--replace", "Move the ref even if it names samples of another schema, or was moved meanwhile."),
 ]
 
 # ---- Settings of a version (`VersionSettings`). The default depends on the command.
 
 SCHEMA = option("--schema FIELD=TYPE", "FIELD=TYPE instead of the inferred type; may be repeated.", "Source")
 DTYPE = option("--dtype TYPE", "Type of the tokens in .bin files, such as uint16.", "Source")
-ROW = option("--row N", "Tokens of a row in .bin files, such as 2048.", "Source")
-ENCODING = option("--encoding NAME", "Of CSV that is not UTF-8, such as latin-1 or cp1252.", "Source")
+ROW = option("--row N", "Tokens of a row in .bin files, such as 2048.", "Source", show_default=False)
+ENCODING = option(
+    "--encoding NAME", "Encoding of CSV that is not UTF-8, such as latin-1 or cp1252.", "Source"
+)
 QUOTE = option(
-    "--quote CHARACTER|none", "Of CSV and TSV: what encloses cells; none: quotes are characters.", "Source"
+    "--quote CHARACTER|none",
+    "Character around cells of CSV and TSV; none: quotes are plain characters.",
+    "Source",
 )
 CHECK = option(
     "--check decode|none",
@@ -95,13 +100,13 @@ CHECK = option(
 )
 FOLLOW_LINKS = option(
     "--follow-links",
-    "Follow symbolic links out of SOURCE; done by default where all files are links.",
+    "Follow symbolic links out of SOURCE; default: only if all files are links.",
     "Source",
 )
 CLASSES = option("--classes/--no-classes", "Whether the folders in SOURCE are classes.", "Source")
 SPLIT_FOLDERS = option(
     "--split-folders/--no-split-folders",
-    "Whether the folders in SOURCE are splits, with the classes in them; default: yes where they are named train, val, "
+    "Whether the folders in SOURCE are splits, with the classes in them; default: yes if they are named train, val, "
     "valid, validation, test or dev. A build makes a ref of each.",
     "Source",
 )
@@ -112,19 +117,21 @@ STRATIFY = _VERSION("--stratify FIELD", "Balance batches by this field; may be r
 SPLIT = _VERSION("--split NAME=SHARE,…", "Refs and shares, such as train=0.9,val=0.1.")
 SPLIT_BY = _VERSION("--split-by FIELD", "Keep samples of one value of this field in one split.")
 ABOUT = _VERSION("--about FILE", "about.toml: licence, source, contact; [stratum.NAME] where they differ.")
-LOOKUP = _VERSION("--lookup FIELD,…", "Make samples findable, such as key,url,image:sha256.")
+LOOKUP = _VERSION(
+    "--lookup FIELD,…", "Fields by which `shardkit find` finds samples, such as key,url,image:sha256."
+)
 COST = _VERSION(
     "--cost EXPR",
-    'Write what samples cost, for plans that balance ranks, such as "len(tokens)**2"; may be repeated.',
+    'Store the cost of each sample, such as "len(tokens)**2", for plans that balance ranks; may be repeated.',
 )
-FORMAT = _SHARDS("--format tar|arrow", "By default tar if rows hold files, else arrow with zstd.")
+FORMAT = _SHARDS("--format tar|arrow", "Default: tar if rows hold files, otherwise arrow with zstd.")
 COMPRESSION = _SHARDS("--compression NAME[:LEVEL]", "none; for arrow also zstd or zstd:1…19.")
 SHARD_SIZE = _SHARDS("--shard-size SIZE", "Raw bytes per shard.")
 BLOCK_SIZE = _SHARDS(
     "--block-size SIZE",
-    "Raw bytes per block; by default those of the ref as it stands, else 256KiB, or up to 1MiB for large rows.",
+    "Raw bytes per block; default: as in the version of the ref, otherwise 256KiB, or up to 1MiB for large rows.",
 )
-SEED = _SHARDS("--seed", "Of the shuffle.")
+SEED = _SHARDS("--seed N", "Seed of the shuffle.")
 SHUFFLE = _SHARDS("--shuffle/--no-shuffle", "Mix the samples, or keep the source's order in a stratum.")
 
 # ---- Locations and policy of copies
@@ -133,44 +140,45 @@ LocationOption = Annotated[
     list[str] | None,
     _COPIES(
         "--location NAME=URL",
-        "Another place for copies: NAME=URL[,domain=…][,rank=…][,weight=…]; may be repeated.",
+        "Another location of copies: NAME=URL[,domain=…][,rank=…][,weight=…]; may be repeated.",
     ),
 ]
 CopiesOption = Annotated[
-    int | None, _COPIES("--copies N", "In distinct failure domains, ROOT's among them.", min=1)
+    int | None, _COPIES("--copies N", "Number of copies in distinct failure domains, including ROOT.", min=1)
 ]
 CriticalOption = Annotated[
     list[str] | None,
     _COPIES("--critical STRATUM=N", "More copies of shards with this stratum; may be repeated."),
 ]
 ParityOption = Annotated[
-    str | None, _COPIES("--parity K+2|none", "Sets of K shards with 2 parity objects, such as 8+2.")
+    str | None, _COPIES("--parity K+2|none", "Add 2 parity objects to each set of K shards, such as 8+2.")
 ]
 ModeOption = Annotated[
     str | None,
     _COPIES(
         "--mode sync|async|hybrid",
-        "What a commit waits for: all copies; none; those of metadata and critical strata.",
+        "Copies that a commit waits for: all; none; those of metadata and critical strata.",
     ),
 ]
 FurtherLocationOption = Annotated[
     list[str] | None,
     option(
         "--location NAME=URL",
-        "A further place with copies, beside those that the root knows; may be given again.",
+        "Another location of copies, which the root does not list; may be repeated.",
     ),
 ]
 
 # ---- Execution
 
 EngineOption = Annotated[
-    EngineName, _RUNNING("--engine local|ray", "This machine, or a Ray cluster; the result is the same.")
+    EngineName,
+    _RUNNING("--engine local|ray", "Work on this machine or on a Ray cluster; the result is the same."),
 ]
 AddressOption = Annotated[
     str | None,
     _RUNNING(
         "--address HOST:PORT",
-        "Of a running Ray cluster, or auto; without it --engine ray starts one here.",
+        "Address of a running Ray cluster, or auto; default: start one here.",
     ),
 ]
 JobsOption = Annotated[int | None, _RUNNING("--jobs -j N", "Processes; default: one per processor.", min=1)]
@@ -179,14 +187,14 @@ ScratchOption = Annotated[
     Path | None,
     _RUNNING(
         "--scratch FOLDER",
-        "Folder for about as many bytes as the source has, which all workers see; default: in ROOT.",
+        "Folder that all workers see, with room for about the size of the source; default: in ROOT.",
     ),
 ]
-DryRunOption = Annotated[bool, _RUNNING("--dry-run", "Read and check everything, write nothing.")]
-BandwidthOption = Annotated[str | None, _RUNNING("--bandwidth RATE", "At most this, such as 200MB/s.")]
+DryRunOption = Annotated[bool, _RUNNING("--dry-run", "Read and check everything, but write nothing.")]
+BandwidthOption = Annotated[str | None, _RUNNING("--bandwidth RATE", "Largest rate, such as 200MB/s.")]
 BetweenOption = Annotated[
     str | None,
-    _RUNNING("--between FROM-TO", "Only at this time of day, such as 22:00-06:00; waits until then."),
+    _RUNNING("--between FROM-TO", "Work only at these hours, such as 22:00-06:00, and wait until then."),
 ]
 
 

@@ -224,7 +224,7 @@ def _classes(counts: Mapping[str, int]) -> str:
 
 def _fields(result: BuildResult) -> str:
     importer = f" (from {result.importer})" if result.importer else ""
-    return ", ".join(f"{name} {kind}" for name, kind in result.schema.items()) + importer
+    return f"{result.schema}{importer}"
 
 
 def _format(result: BuildResult) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardkit.errors import MissingDependency
@@ -80,9 +81,9 @@ class Reporter:
         self._console = Console()
         self._progress: Progress | None = None
         if lead and sys.stdout.isatty():
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
-                       TimeRemainingColumn())  # fmt: skip
-            self._progress = Progress(*columns, console=self._console)
+            figures = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
+            columns = TextColumn("step"), MofNCompleteColumn(), figures, TimeRemainingColumn()
+            self._progress = Progress(*columns, console=self._console, expand=True)
             self._bar = self._progress.add_task("", total=steps)
             self._progress.start()
 

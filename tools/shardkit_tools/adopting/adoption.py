@@ -38,7 +38,7 @@ from shardkit_tools.adopting.formats import find_files, open_files, place_of, pl
 from shardkit_tools.building.engines import Engine, Report, is_small, open_engine
 from shardkit_tools.building.job import NO_FOLDER, Job, JobFolder, clear_temporaries
 from shardkit_tools.building.outcome import ProgressCallback, ProgressMeter, refuse_failures
-from shardkit_tools.console import count_text
+from shardkit_tools.console import bytes_text, count_text
 from shardkit_tools.importers.protocol import ImportOptions
 from shardkit_tools.importers.source_files import in_groups
 
@@ -431,19 +431,19 @@ def broken_promises(
         Stable name of the guarantee, for programs → explanation, for users.
     """
     balance = (
-        f"the {strata} strata of {'/'.join(axes)} are stored as the files have them: a shard may have only some of "
-        "them, so a balanced batch reads more shards than after a build"
+        f"the {strata} strata of {'/'.join(axes)} are stored as the files have them, so a balanced batch reads more "
+        "shards than after a build"
         if axes
-        else "all samples are one stratum: batches are not balanced by any field"
+        else "batches are not balanced by any field"
     )
     return {
         "strata": balance,
-        "order": "samples were not shuffled over all files: they are in the files' order, so a plan mixes the samples "
-        "in its window of blocks; choose a larger window if neighbours are alike",
-        "blocks": f"blocks end at the ends of samples, so their sizes differ: the largest has {largest_block} bytes, "
-        f"the target is {block_bytes}; memory is budgeted by the largest",
+        "order": "samples stay in the files' order, and a plan mixes those in its window of blocks; choose a larger "
+        "window if neighbours are alike",
+        "blocks": f"sizes of blocks differ: the largest has {bytes_text(largest_block)}, the target is "
+        f"{bytes_text(block_bytes)}; memory is budgeted by the largest",
         "keys": source.key_note,
-        "custody": "the files still belong to their owner, who may change, move or delete them: every read of a "
-        "changed block is an error that names the file, and a change cannot be repaired from the root",
-        "erasure": "shardkit remove --erase cannot take the bytes of removed samples out of the files",
+        "custody": "the files still belong to their owner: a read of a changed block is an error that names the file, "
+        "and the root cannot repair it",
+        "erasure": "shardkit remove --erase does not change the files",
     }

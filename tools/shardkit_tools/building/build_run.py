@@ -168,11 +168,7 @@ class BuildRun:
     def _begin(self, repository: Repository) -> Destination:
         """Record where the refs stand now; the commit requires them to be there still."""
         settings = self._settings
-        if not settings.replace:
-            warn_of_replacement(
-                repository, settings.ref, self._importer, self._version, append=settings.append
-            )
-        return Destination.begin(
+        to = Destination.begin(
             repository,
             self._version,
             settings.ref,
@@ -181,6 +177,11 @@ class BuildRun:
             message=settings.message,
             author=settings.author,
         )
+        if not settings.replace:
+            warn_of_replacement(
+                repository, settings.ref, self._importer, self._version, append=settings.append
+            )
+        return to
 
     def _build(self, to: Destination, parent: str, job: Job) -> BuildResult:
         finished = finished_tasks(job, self._tasks, self._importer.files())

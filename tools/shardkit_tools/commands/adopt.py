@@ -17,7 +17,14 @@ from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import ImportOptions, parse_field_types
 from shardkit_tools.importers.source_kinds import IMPORTERS
 from shardkit_tools.options import argument, option
-from shardkit_tools.version_report import moved_document, moved_facts, print_next, print_strata, progress_text
+from shardkit_tools.version_report import (
+    moved_document,
+    moved_facts,
+    print_next,
+    print_strata,
+    progress_text,
+    stratum_label,
+)
 
 
 def adopt(
@@ -46,7 +53,8 @@ def adopt(
     stratify: Annotated[
         list[str] | None,
         option(
-            "--stratify FIELD", "Tell runs of rows of one value apart, of 8 rows and more; may be repeated."
+            "--stratify FIELD",
+            "Balance batches by this field, if 8 or more rows of one value follow one another; may be repeated.",
         ),
     ] = None,
     schema: Annotated[list[str] | None, options.SCHEMA] = None,
@@ -138,7 +146,7 @@ def _print(result: Adoption, root: str, ref: str) -> None:
     rate = bytes_text(int(result.read_bytes / result.seconds)) if result.seconds else "–"
     facts = [("id", manifest.id)] if manifest else []
     facts += [
-        ("fields", ", ".join(f"{name} {kind}" for name, kind in result.schema.items())),
+        ("fields", str(result.schema)),
         ("samples", count_text(result.rows) + strata),
         ("files", f"{count_text(result.files)} of {bytes_text(result.stored_bytes)}, where they are"),
         ("read", f"{bytes_text(result.read_bytes)} in {duration_text(result.seconds)}, {rate}/s"),
@@ -157,7 +165,10 @@ def _print(result: Adoption, root: str, ref: str) -> None:
         )
     facts += [("note", note) for note in result.notes]
     console.print_facts(facts)
-    print_strata(result.strata, result.rows)
+    strata_rows = {
+        stratum_label(one, manifest.axes, manifest.classes): one.selected for one in manifest.strata
+    } if manifest else result.strata  # fmt: skip
+    print_strata(strata_rows, result.rows)
     console.print_heading("What does not hold for adopted data")
     console.print_facts(result.promises.items(), indent=2)
     if manifest:

@@ -45,7 +45,7 @@ def amend(
     author: options.AuthorOption = "",
     dataset: Annotated[
         str | None,
-        option("--dataset ROOT", "Where the dataset lies now, if not where the run found it."),
+        option("--dataset ROOT", "Root of the dataset, if it has moved since the run."),
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:

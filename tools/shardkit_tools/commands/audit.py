@@ -53,7 +53,7 @@ _STATEMENT = "audit.dsse.json"
 RunArgument = Annotated[Path, argument("RUN", "The run directory.")]
 DatasetOption = Annotated[
     str | None,
-    option("--dataset ROOT", "Where the dataset lies now, if not where the run found it."),
+    option("--dataset ROOT", "Root of the dataset, if it has moved since the run."),
 ]
 
 
@@ -226,9 +226,9 @@ def _print_comparison(document: dict[str, Any]) -> None:
 @group.command("trace", cls=CommandPage)
 def trace_command(
     run: RunArgument,
-    sample: Annotated[str | None, option("--sample N|KEY", "Every step that saw this sample.")] = None,
+    sample: Annotated[str | None, option("--sample N|KEY", "List every step that had this sample.")] = None,
     step: Annotated[
-        int | None, option("--step K", "The samples of a step, and where their bytes came from.", min=0)
+        int | None, option("--step K", "List the samples of a step, and where their bytes came from.", min=0)
     ] = None,
     exclude: Annotated[
         Path | None, option("--exclude FILE", "Prove that none of a list, one value a line, was ever used.")
@@ -312,14 +312,14 @@ def spikes_command(
     run: RunArgument,
     step: Annotated[
         int | None,
-        option("--step K", "The samples of this step; default: those of the largest spike.", min=0),
+        option("--step K", "Show the samples of this step; default: of the largest spike.", min=0),
     ] = None,
     top: Annotated[int, option("--top N", "Show this many steps and samples.", min=1)] = 10,
     threshold: Annotated[
         float, option("--threshold Z", "Smallest score of a spike, in robust standard deviations.", min=0)
     ] = 6.0,
     window: Annotated[
-        int, option("--window N", "Steps before it with which a step is compared.", min=2)
+        int, option("--window N", "Number of earlier steps with which a step is compared.", min=2)
     ] = 100,
     of_all: Annotated[
         bool,

@@ -63,7 +63,8 @@ def build(
     check: Annotated[Literal["", "decode", "none"], options.CHECK] = "",
     follow_links: Annotated[bool, options.FOLLOW_LINKS] = False,
     per: Annotated[
-        Literal["file", "line"], _SOURCE("--per file|line", "Of text: one sample per file or per line.")
+        Literal["file", "line"],
+        _SOURCE("--per file|line", "Make one sample of each text file or of each line."),
     ] = "file",
     classes: Annotated[bool | None, options.CLASSES] = None,
     split_folders: Annotated[bool | None, options.SPLIT_FOLDERS] = None,
@@ -72,19 +73,20 @@ def build(
         str | None,
         _SAMPLES(
             "--apply MODULE:FUNCTION",
-            "A function, sample → sample, list of samples or None, such as cleaning.text:normalise.",
+            "Call a function that returns a sample, a list of them or None for each sample, such as text:clean.",
         ),
     ] = None,
     tokenizer: Annotated[
-        Path | None, _SAMPLES("--tokenizer FILE", "A tokenizer.json; the text becomes the field tokens.")
+        Path | None,
+        _SAMPLES("--tokenizer FILE", "Tokenise the text with a tokenizer.json, into the field tokens."),
     ] = None,
     text_field: Annotated[
-        str | None, _SAMPLES("--text-field FIELD", "What to tokenise, where several fields are text.")
+        str | None, _SAMPLES("--text-field FIELD", "Field to tokenise, if several fields are text.")
     ] = None,
     eos: Annotated[
         str | None,
         _SAMPLES(
-            "--eos TOKEN", "The token that ends each document; default: the tokenizer's own. none: no token."
+            "--eos TOKEN", "Token at the end of each document; none: no token; default: the tokenizer's own."
         ),
     ] = None,
     output_schema: Annotated[
@@ -95,7 +97,8 @@ def build(
         ),
     ] = None,
     unique: Annotated[
-        str | None, _SAMPLES("--unique FIELD", "Of samples that are equal in this field keep the first.")
+        str | None,
+        _SAMPLES("--unique FIELD", "Keep only the first of the samples that are equal in this field."),
     ] = None,
     pack: Annotated[
         str | None,
@@ -123,9 +126,7 @@ def build(
     ] = False,
     append: Annotated[
         bool,
-        _VERSION(
-            "--append", "Put the samples behind those that the ref holds; other settings as it was built."
-        ),
+        _VERSION("--append", "Add the samples after those of the ref, with the settings of its build."),
     ] = False,
     about: Annotated[Path | None, options.ABOUT] = None,
     lookup: Annotated[str, options.LOOKUP] = "",

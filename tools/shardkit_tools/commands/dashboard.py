@@ -118,7 +118,7 @@ def _few_lines(by_rank: Mapping[str, list[float | None]]) -> dict[str, list[floa
 
 def dashboard(
     run: Annotated[str, argument("RUN", "The run directory.")],
-    port: Annotated[int, option("--port", "Where to listen; 0 takes a free port.", min=0, max=65535)] = 0,
+    port: Annotated[int, option("--port N", "Port; 0: a free one.", min=0, max=65535)] = 0,
     open_browser: Annotated[bool, option("--open", "Open the page in the browser too.")] = False,
 ) -> None:
     """Show a run on a live page, on 127.0.0.1, until Ctrl-C.

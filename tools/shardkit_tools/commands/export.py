@@ -386,13 +386,14 @@ def export(
         option("--out -o PATH", "A new file; for samples a new folder, or one file such as cats.parquet."),
     ] = None,
     where: Annotated[
-        str | None, option("--where CONDITION", "Only samples that fulfil it, such as '`First Name` < 5'.")
+        str | None,
+        option("--where CONDITION", "Export only samples that fulfil it, such as '`First Name` < 5'."),
     ] = None,
-    columns: Annotated[str | None, option("--columns FIELD,…", "Only these fields, in this order.")] = None,
-    file_size: Annotated[
-        str, option("--file-size SIZE", "Of samples: begin a new file after so many bytes.")
-    ] = "256MiB",
-    replace: Annotated[bool, option("--replace", "Write samples in the place of an earlier export.")] = False,
+    columns: Annotated[
+        str | None, option("--columns FIELD,…", "Export only these fields, in this order.")
+    ] = None,
+    file_size: Annotated[str, option("--file-size SIZE", "Largest size of a file of samples.")] = "256MiB",
+    replace: Annotated[bool, option("--replace", "Replace an earlier export of samples.")] = False,
 ) -> None:
     """Hand a version to other tools.
 

@@ -28,7 +28,10 @@ def extend(
     ] = "key",
     apply: Annotated[
         str | None,
-        option("--apply MODULE:FUNCTION", "Instead of a table: a function, sample → dict of its new fields."),
+        option(
+            "--apply MODULE:FUNCTION",
+            "Instead of a table: a function that returns a dict of new fields for a sample.",
+        ),
     ] = None,
     schema: Annotated[list[str] | None, options.SCHEMA] = None,
     output_schema: Annotated[
@@ -51,7 +54,7 @@ def extend(
     ] = None,
     scratch: Annotated[
         Path | None,
-        option("--scratch FOLDER", "Where the table waits while it is joined; default: the system's."),
+        option("--scratch FOLDER", "Folder for the table while it is joined; default: the system's."),
     ] = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",

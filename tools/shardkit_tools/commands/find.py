@@ -24,11 +24,9 @@ def find(
     root: options.VersionArgument,
     field: Annotated[list[str] | None, option("--field FIELD[=VALUE]", _FIELD_HELP)] = None,
     listed: Annotated[
-        Path | None, option("--list FILE", "A file of values, one a line; of keys where no --field says.")
+        Path | None, option("--list FILE", "A file of values, one a line; of keys without --field.")
     ] = None,
-    scan: Annotated[
-        bool, option("--scan", "Read all samples where there is no look-up of the field.")
-    ] = False,
+    scan: Annotated[bool, option("--scan", "Read all samples if the field has no look-up.")] = False,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Find samples by key, by the value of a field, or by the SHA-256 of its bytes.

@@ -20,13 +20,13 @@ from shardkit_tools.options import option
 def gc(
     root: options.RootArgument,
     delete: Annotated[
-        bool, option("--delete", "Mark what is found, and delete what was marked before.")
+        bool, option("--delete", "Mark the objects that are found, and delete those marked before.")
     ] = False,
     grace: Annotated[
         str, option("--grace AGE", "Time from marking an object to deleting it, such as 7d.")
     ] = short_duration(GRACE_S),
     history: Annotated[
-        str, option("--history AGE", "Keep versions that a ref or tag named so long ago.")
+        str, option("--history AGE", "Keep versions that a ref or tag named within this time.")
     ] = short_duration(HISTORY_S),
     as_json: options.JsonFlag = False,
 ) -> None:

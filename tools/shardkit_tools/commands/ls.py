@@ -27,9 +27,9 @@ def ls(
     elif not document["versions"]:
         console.print_line(f"{root} has no versions yet; build one: shardkit build SOURCE {root}")
     else:
-        console.print_table(["name", "kind", ">samples", ">size", ">shards", "committed (UTC)", "id"], [
+        console.print_table(["*name", "kind", ">samples", ">size", ">shards", "committed (UTC)", "id"], [
             (one["name"], one["kind"], count_text(one["samples"]), bytes_text(one["selected_bytes"]),
-             count_text(one["shards"]), time_text(one["time"]), short_id(one["id"]))
+             count_text(one["shards"]), time_text(one["time"])[:16], short_id(one["id"]))
             for one in document["versions"]
         ])  # fmt: skip
 

@@ -31,21 +31,25 @@ def place(
     ] = None,
     forget: Annotated[
         list[str] | None,
-        _PLACEMENT("--forget NAME", "It is lost: make its copies elsewhere, and never look at it again."),
+        _PLACEMENT(
+            "--forget NAME", "This location is lost: make its copies elsewhere, and never look at it again."
+        ),
     ] = None,
     refill: Annotated[
-        list[str] | None, _PLACEMENT("--refill NAME", "Its disk was replaced: fill it again.")
+        list[str] | None,
+        _PLACEMENT("--refill NAME", "The disk of this location was replaced: fill it again."),
     ] = None,
     copies: options.CopiesOption = None,
     critical: options.CriticalOption = None,
     parity: options.ParityOption = None,
     mode: options.ModeOption = None,
     max_scrub_age: Annotated[
-        str | None, _PLACEMENT("--max-scrub-age AGE", "When a copy is due to be checked.")
+        str | None,
+        _PLACEMENT("--max-scrub-age AGE", "Age of the last check at which a copy is due for the next one."),
     ] = None,
-    undone: Annotated[bool, _PLACEMENT("--undo", "Back to the placement before the newest.")] = False,
+    undone: Annotated[bool, _PLACEMENT("--undo", "Return to the placement before the newest one.")] = False,
     promoted: Annotated[
-        bool, _PLACEMENT("--promote", "ROOT is a copy, and its root is lost for good: let it be the root.")
+        bool, _PLACEMENT("--promote", "Make ROOT, a copy, the root, because its root is lost for good.")
     ] = False,
     grace: Annotated[
         str, _RUNNING("--grace AGE", "How long surplus copies stay, such as 7d, 12h.")
@@ -54,7 +58,7 @@ def place(
     between: options.BetweenOption = None,
     message: options.MessageOption = "",
     author: options.AuthorOption = "",
-    dry_run: Annotated[bool, _RUNNING("--dry-run", "Only say what would be done.")] = False,
+    dry_run: Annotated[bool, _RUNNING("--dry-run", "Only print what would be done.")] = False,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Say where copies of ROOT belong, and move them there.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import typer
 
 import shardkit
 from shardkit.errors import UsageError
 from shardkit.plan import Plan
 from shardkit_tools import console, options
-from shardkit_tools.console import bytes_text, count_text
+from shardkit_tools.console import bytes_text, count_text, range_text
 from shardkit_tools.options import option
+from shardkit_tools.version_report import stratum_label
 
 _SHOWN = 12
 _USUAL_WORLDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)  # shown although they may not divide the lanes
@@ -22,38 +23,53 @@ _USUAL_WORLDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)  # shown although
 
 def plan(
     root: options.VersionArgument,
-    global_batch: Annotated[int, option("--global-batch -b", "Samples per step over all ranks.")] = 256,
-    seed: Annotated[int, typer.Option(help="Of every shuffle.")] = 0,
+    global_batch: Annotated[int, option("--global-batch -b N", "Samples per step over all ranks.")] = 256,
+    seed: Annotated[int, option("--seed N", "Seed of every shuffle.")] = 0,
     lanes: Annotated[
         int | None,
-        typer.Option(help="Columns of the grid; by default a divisor of the batch that most worlds share."),
+        option(
+            "--lanes N",
+            "Columns of the grid; default: a divisor of the batch that suits most numbers of ranks.",
+        ),
     ] = None,
-    weights: Annotated[str, typer.Option(help='Weights by glob over strata, as JSON: {"web/*": 3}.')] = "",
+    weights: Annotated[
+        str, option("--weights JSON", 'Weights of strata by pattern, such as {"web/*": 3}.')
+    ] = "",
     remainder: Annotated[
-        Literal["drop", "short"], option("--remainder drop|short", "What becomes of an epoch's last samples.")
+        Literal["drop", "short"],
+        option("--remainder drop|short", "Drop the samples that fill no step, or end with a short step."),
     ] = "drop",
     shuffle: Annotated[
-        Literal["window", "full", "none"], option("--shuffle window|full|none", "How samples are mixed.")
+        Literal["window", "full", "none"],
+        option(
+            "--shuffle window|full|none",
+            "Mix the samples of a lane within its window of blocks, over its whole part, or not at all.",
+        ),
     ] = "window",
-    window_blocks: Annotated[int | None, typer.Option(help="Blocks that a lane keeps open.")] = None,
+    window_blocks: Annotated[
+        int | None, option("--window-blocks N", "Blocks that a lane keeps open.")
+    ] = None,
     cost: Annotated[
         str,
         option(
             "EXPR",
-            'What a sample costs, such as "len(tokens)**2": tells how long ranks would wait for each other.',
+            'Cost of a sample, such as "len(tokens)**2", to predict how long ranks wait for each other.',
         ),
     ] = "",
     balance: Annotated[
         Literal["spread", "align"],
-        option("--balance spread|align", "With --cost: how windows are arranged."),
+        option(
+            "--balance spread|align",
+            "With --cost: spread costly samples over the steps, or put those of all lanes into the same steps.",
+        ),
     ] = "spread",
     step: Annotated[
-        int | None, typer.Option(help="Print this step's sample numbers instead of the report.")
+        int | None, option("--step K", "Print this step's sample numbers instead of the report.")
     ] = None,
-    lane: Annotated[int | None, typer.Option(help="With --step: only this lane's cell.")] = None,
-    nodes: Annotated[str, typer.Option(help="Node counts to tell locality for.")] = "1,2,4,8",
+    lane: Annotated[int | None, option("--lane N", "With --step: only this lane's cell.")] = None,
+    nodes: Annotated[str, option("--nodes N,…", "Numbers of nodes for which locality is shown.")] = "1,2,4,8",
     plot: Annotated[
-        Path | None, typer.Option(help="Draw lanes, strata and distances into this picture.")
+        Path | None, option("--plot FILE", "Draw lanes, strata and distances into this picture.")
     ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
@@ -90,7 +106,9 @@ def plan(
     if plot is not None:
         plt = console.pyplot("plan")
         console.save_figure(plt, plan_figure(made, plt), plot)
-    console.present(as_json, lambda: report, lambda: _print_report(report))
+    manifest = dataset.manifest
+    labels = {one.name: stratum_label(one, manifest.axes, manifest.classes) for one in manifest.strata}
+    console.present(as_json, lambda: report, lambda: _print_report(report, labels))
 
 
 def _weights(text: str) -> dict[str, int] | None:
@@ -117,16 +135,16 @@ def _print_step(made: Plan, step: int, lane: int | None, as_json: bool) -> None:
         console.print_table(["lane", "digest", "samples"], rows)
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any], labels: Mapping[str, str]) -> None:
     _print_facts(report)
     if report["few_lanes"]:
         console.print_line(f"note: {report['few_lanes']}")
-    console.print_table(["stratum", "rows", "per batch", "passes"], [
-        (one["name"], count_text(one["rows"]), f"{one['per_batch']:g}", f"{one['passes']:g}")
+    console.print_table(["*stratum", "rows", "per batch", "passes"], [
+        (labels.get(one["name"], one["name"]), count_text(one["rows"]), f"{one['per_batch']:g}", f"{one['passes']:g}")
         for one in report["strata"]
     ], heading="Strata", most=_SHOWN)  # fmt: skip
     console.print_table(["nodes", "shards per node", "reads per shard", "most bytes"], [
-        (one["nodes"], f"{min(one['shards'])} to {max(one['shards'])}", f"{one['per_shard']:.3f}",
+        (one["nodes"], range_text(str(min(one["shards"])), str(max(one["shards"]))), f"{one['per_shard']:.3f}",
          bytes_text(max(one["bytes"])) if max(one["bytes"]) >= 0 else "unknown")
         for one in report["nodes"]
     ], heading="Nodes")  # fmt: skip
@@ -146,20 +164,20 @@ def _print_report(report: dict[str, Any]) -> None:
             heading=f"Cost {found['expression']}: dearest rank over the mean one",
         )
     console.print_table(["ranks", "lanes of a rank", "busy"], [
-        (one["ranks"], -(-report["lanes"] // one["ranks"]), f"{one['efficiency']:.0%}")
+        (one["ranks"], -(-report["lanes"] // one["ranks"]), f"{100 * one['efficiency']:.0f} %")
         for one in report["worlds"] if one["efficiency"] == 1 or one["ranks"] in _USUAL_WORLDS
     ], heading="World sizes")  # fmt: skip
     worst = min(report["worlds"], key=lambda one: float(one["efficiency"]))
     console.print_line(
-        f"least busy: {worst['efficiency']:.0%} at {worst['ranks']} ranks; below 100%, ranks have unequal lanes: "
-        "pass uneven=True in a loop of your own; shardkit train needs nothing"
+        f"least busy: {100 * worst['efficiency']:.0f} % at {worst['ranks']} ranks; below 100 %, ranks have unequal "
+        "numbers of lanes, and a loop of your own needs uneven=True"
     )
 
 
 def _print_facts(report: dict[str, Any]) -> None:
     balance, left, working = (report[name] for name in ("balance", "remainder", "working_set"))
     steps, total = report["steps_per_epoch"], working["bytes_all_lanes"]
-    kept = "left out, others each epoch" if left["mode"] == "drop" else "in a short last step"
+    kept = "left out, other ones in each epoch" if left["mode"] == "drop" else "in a short last step"
     in_bytes = "" if total < 0 else f", {bytes_text(total)} over all lanes"
     console.print_facts([
         ("plan", report["digest"][:16]),
@@ -168,8 +186,8 @@ def _print_facts(report: dict[str, Any]) -> None:
         ("remainder", f"{left['rows']} rows {kept}" if left["rows"] else "none"),
         ("batch balance", f"within {balance['batch']} of the expected count (bound {balance['batch_bound']})"),
         ("cell balance", f"within {balance['cell']} (bound {balance['cell_bound']})"),
-        ("rare strata", f"{balance['rare_strata']}, dealt together" if balance["rare_strata"] else "none"),
-        ("shards per lane", f"{report['shards_per_lane']['least']} to {report['shards_per_lane']['most']}"),
+        ("rare strata", f"{balance['rare_strata']}, spread together" if balance["rare_strata"] else "none"),
+        ("shards per lane", range_text(*map(str, report["shards_per_lane"].values()))),
         ("working set", f"{working['blocks_per_lane']} blocks per lane at most{in_bytes}"),
     ])  # fmt: skip
 

@@ -19,7 +19,7 @@ from shardkit_tools.version_report import document, parse_url, print_result, pro
 
 def rebuild(
     root: Annotated[str, argument("ROOT[@REF]", "The version whose samples are taken.")],
-    to: Annotated[str | None, option("--to ROOT", "Where to; by default the same root.")] = None,
+    to: Annotated[str | None, option("--to ROOT", "Root of the new version; default: the same root.")] = None,
     stratify: Annotated[list[str] | None, options.STRATIFY] = None,
     split: Annotated[str | None, options.SPLIT] = None,
     split_by: Annotated[str | None, options.SPLIT_BY] = None,

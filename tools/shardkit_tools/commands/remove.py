@@ -27,7 +27,7 @@ def remove(
     ] = None,
     keys: Annotated[str | None, option("--keys KEY,…|FILE", "Keys, or a file of them, one a line.")] = None,
     listed: Annotated[Path | None, option("--list FILE", "A file of keys, one a line.")] = None,
-    reason: Annotated[str, option("--reason TEXT", "Why; the log keeps it.")] = "",
+    reason: Annotated[str, option("--reason TEXT", "Reason, for the log.")] = "",
     author: options.AuthorOption = "",
     erase_bytes: Annotated[
         bool, option("--erase", "Erase the bytes from every version and tag of ROOT. This cannot be undone.")

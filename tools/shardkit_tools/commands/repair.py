@@ -22,16 +22,16 @@ def repair(
         Literal["attested", "list", "stored", "read"] | None,
         option(
             "--level attested|list|stored|read",
-            "Where to look: attested: only what readers or scrubs found bad; list: and what is missing or has "
-            "another size; stored: and what the store's own checksums say; read: every byte. Default: read, and "
-            "attested with --from-run.",
+            "How to find bad copies. attested: those that readers or scrubs found; list: also those that are "
+            "missing or have another size; stored: also those with a wrong checksum in the store; read: read every "
+            "byte. Default: read, with --from-run attested.",
         ),
     ] = None,
     from_run: Annotated[
         list[str] | None,
         option(
             "--from-run RUN",
-            "Heal what the readers of this run met and had no right to heal; may be given again.",
+            "Heal the bad copies that readers of this run found; may be repeated.",
         ),
     ] = None,
     location: options.FurtherLocationOption = None,
@@ -42,9 +42,9 @@ def repair(
     address: options.AddressOption = None,
     as_json: options.JsonFlag = False,
 ) -> None:
-    """Heal a dataset: bad or missing objects come again from another location, otherwise from parity.
+    """Heal a dataset: bad and missing objects are restored from another location, otherwise from parity.
 
-    Whatever is put in place was verified by its digest before. Log entries are healed from copies of the root.
+    Each object is verified before it is put in place. Log entries are healed from copies of the root.
 
     Exit codes: 0 clean or repaired, 3 could not check or heal everything, 4 data lost.
 

@@ -27,11 +27,11 @@ def replicate(
         Literal["list", "stored", "read"],
         option(
             "--level list|stored|read",
-            "How to look at the shards and parity that are there. list: by size alone, for frequent calls; "
-            "stored: by the checksums that the store keeps, by reading where it keeps none; read: every byte.",
+            "How existing copies are checked. list: by size only, for frequent calls; stored: by the store's own "
+            "checksums, or by reading if it has none; read: every byte.",
         ),
     ] = "stored",
-    dry_run: Annotated[bool, option("--dry-run", "Only say what is missing where.")] = False,
+    dry_run: Annotated[bool, option("--dry-run", "Only list missing copies.")] = False,
     engine: options.EngineOption = "local",
     address: options.AddressOption = None,
     as_json: options.JsonFlag = False,

@@ -21,22 +21,22 @@ _SHOWN = 20
 
 def scrub(
     root: options.RootArgument,
-    time_box: Annotated[str | None, option("--time-box TIME", "Stop after so long, such as 10m.")] = None,
+    time_box: Annotated[str | None, option("--time-box TIME", "Stop after this time, such as 10m.")] = None,
     older_than: Annotated[
         str | None,
-        option("--older-than TIME", "Only copies that nobody has looked at for so long, such as 30d."),
+        option("--older-than TIME", "Check only copies whose last check is older, such as 30d."),
     ] = None,
     level: Annotated[
         Literal["stored", "read"],
         option(
             "--level stored|read",
-            "stored: by the checksums that the store keeps (no bytes are moved), and by reading where it keeps "
-            "none; read: by reading every byte.",
+            "stored: compare the store's own checksums, which transfers no bytes, or read if it has none; "
+            "read: read every byte.",
         ),
     ] = "stored",
-    heal: Annotated[bool, option("--repair", "Heal what is bad, at once.")] = False,
+    heal: Annotated[bool, option("--repair", "Heal bad copies at once.")] = False,
     only: Annotated[
-        list[str] | None, option("--only NAME", "Only this location; may be given again.")
+        list[str] | None, option("--only NAME", "Check only this location; may be repeated.")
     ] = None,
     location: options.FurtherLocationOption = None,
     bandwidth: options.BandwidthOption = None,

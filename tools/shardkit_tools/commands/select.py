@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +17,10 @@ from shardkit.dataset.selecting import put_selected
 from shardkit.errors import UsageError
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
+from shardkit_tools.console import count_text
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import AbsentOption, read_values
-from shardkit_tools.version_report import moved_document, parse_url
+from shardkit_tools.version_report import moved_document, moved_facts, parse_url, print_next
 
 
 def select(
@@ -70,7 +72,14 @@ def select(
         "of_samples": dataset.manifest.selected,
         "moved": moved_document(moved.refs),
     }
-    console.present(as_json, lambda: document)
+    console.present(as_json, lambda: document, lambda: _print(document, moved.refs))
+
+
+def _print(document: Mapping[str, Any], moved: Mapping[str, tuple[str | None, str]]) -> None:
+    console.print_line(f"{document['root']}@{document['ref']}", "bold")
+    samples = f"{count_text(document['samples'])} of {count_text(document['of_samples'])}"
+    console.print_facts([("id", document["id"]), ("samples", samples), *moved_facts(moved)])
+    print_next(document["root"], document["ref"])
 
 
 def _numbers(

@@ -20,7 +20,7 @@ from shardkit.reading.inventory import read_root
 from shardkit.repository.log import LogEntry, first_commit
 from shardkit.repository.repository import Repository
 from shardkit_tools import console, options
-from shardkit_tools.console import bytes_text, count_text, share_text, short_id
+from shardkit_tools.console import bytes_text, count_text, range_text, share_text, short_id
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import sample_number
 from shardkit_tools.version_report import named_versions, parse_url, stratum_label, time_text
@@ -174,8 +174,8 @@ def _print_facts(document: Mapping[str, Any]) -> None:
     is_packed = compression != "none"
     packed = compression.replace(":", " level ") if is_packed else "uncompressed"
     ratio = f", {bytes_text(raw)} raw ({raw / stored:.2f}×)" if is_packed else ""
-    sizes = _range(bytes_text(shards["smallest_bytes"]), bytes_text(shards["largest_bytes"]))
-    block_rows = _range(count_text(shards["block_rows_least"]), count_text(shards["block_rows_most"]))
+    sizes = range_text(bytes_text(shards["smallest_bytes"]), bytes_text(shards["largest_bytes"]))
+    block_rows = range_text(count_text(shards["block_rows_least"]), count_text(shards["block_rows_most"]))
     largest = bytes_text(shards["largest_block_bytes"])
     said = f": {commit['message']}" if commit and commit["message"] else ""
     lookups = ", ".join(f"{one['field']} ({bytes_text(one['bytes'])})" for one in document["lookups"])
@@ -222,10 +222,6 @@ def _natural(value: str) -> tuple[int, str]:
     return (int(value), "") if value.isdecimal() else (2**63, value)
 
 
-def _range(least: str, most: str) -> str:
-    return most if least == most else f"{least} to {most}"
-
-
 def _setting(name: str, value: object) -> str:
     if isinstance(value, dict):
         items = sorted(value.items(), key=lambda item: (item[0] not in ("importer", "name"), item[0]))
@@ -254,7 +250,7 @@ def show_environment(*, as_json: bool) -> None:
     lacking = "missing: reading, hashing and gathering in one call; numpy takes up to twice as long"
     console.print_facts(versions.items())
     console.print_heading("Compiled modules")
-    console.print_facts([(_COMPILED, "there" if is_compiled else lacking)])
+    console.print_facts([(_COMPILED, "installed" if is_compiled else lacking)])
     if not is_compiled:
         console.print_line(f"To get them: {_GET}")
     console.print_heading("Extras")

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from shardkit.errors import ConfigurationError
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, duration_text
@@ -27,22 +25,26 @@ def simulate(
     ] = None,
     sweep: Annotated[str, option("NAME=A,B,…", "Simulate once for each value, such as nodes=1,8,64.")] = "",
     root: Annotated[str, option("ROOT[@REF]", "Take the samples of this manifest; no sample is read.")] = "",
-    rows: Annotated[str, option("N", "Or so many made-up samples …")] = "",
+    rows: Annotated[str, option("N", "Or take so many made-up samples …")] = "",
     shards: Annotated[str, option("N", "… in so many shards …")] = "",
     strata: Annotated[str, option("N", "… of so many strata …")] = "",
     size: Annotated[str, option("--bytes SIZE", "… of so many bytes in all.")] = "",
     compare: Annotated[
-        bool, option("--compare/--no-compare", "Simulate a full shuffle with LRU caches beside it.")
+        bool, option("--compare/--no-compare", "Also simulate a full shuffle with LRU caches.")
     ] = True,
     unit: Annotated[
-        Unit, typer.Option(help="What the full shuffle reads and caches: sample or block.")
+        Unit, option("--unit sample|block", "What the full shuffle reads and caches.")
     ] = "sample",
-    seed: Annotated[int | None, typer.Option(help="Of the plan and of what goes wrong.")] = None,
+    seed: Annotated[int | None, option("--seed N", "Seed of the plan and of all failures.")] = None,
     budget: Annotated[
         int,
-        typer.Option(min=1, help="Rows an epoch that are drawn exactly; more takes longer and errs less."),
+        option(
+            "--budget N", "Rows of an epoch that are drawn exactly; more take longer and err less.", min=1
+        ),
     ] = DEFAULT_BUDGET,
-    plot: Annotated[Path | None, typer.Option(help="Draw egress, stall, step time and dollars.")] = None,
+    plot: Annotated[
+        Path | None, option("--plot FILE", "Draw egress, stall, step time and dollars into this picture.")
+    ] = None,
     as_json: options.JsonFlag = False,
 ) -> None:
     """Simulate training on a cluster: stall, egress, requests, dollars, joules, recovery.

@@ -25,9 +25,10 @@ def train(
         str | None, argument("CONFIG", "A TOML file with the run's settings, or a run's run.json.")
     ] = None,
     overrides: Annotated[
-        list[str] | None, argument("[KEY=VALUE]…", "Settings over the file's: optimizer.lr=0.001")
+        list[str] | None,
+        argument("[KEY=VALUE]…", "Settings that replace those of the file, such as optimizer.lr=0.001."),
     ] = None,
-    nproc: Annotated[int, option("--nproc", "Ranks on this machine.", min=1)] = 1,
+    nproc: Annotated[int, option("--nproc N", "Ranks on this machine.", min=1)] = 1,
     nnodes: Annotated[
         str,
         option("--nnodes N|MIN:MAX", "Machines that train together; within the range they may come and go."),
@@ -42,8 +43,8 @@ def train(
     max_restarts: Annotated[
         int | None,
         option(
-            "--max-restarts",
-            "Failures after which ranks start again from the newest checkpoint [default: 0, with MIN:MAX 3].",
+            "--max-restarts N",
+            "Failures after which ranks start again from the newest checkpoint; default: 0, with MIN:MAX 3.",
             min=0,
         ),
     ] = None,
@@ -51,7 +52,7 @@ def train(
         str,
         option(
             "--allow-changes KEY,…",
-            "Go on although these settings differ from the start before and change the data or the model.",
+            "Continue although these settings, which change the data or the model, differ from the last start.",
         ),
     ] = "",
     resume_from: Annotated[
@@ -69,7 +70,10 @@ def train(
     settings: Annotated[
         bool,
         option(
-            "--settings", "List every setting, and what it may be.", is_eager=True, callback=_print_settings
+            "--settings",
+            "List all settings with their defaults and values.",
+            is_eager=True,
+            callback=_print_settings,
         ),
     ] = False,
 ) -> None:

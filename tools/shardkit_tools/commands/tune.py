@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from shardkit.errors import ConfigurationError, MissingDependency, RunError
 from shardkit.ranges import parse_duration, parse_size
 from shardkit_tools import console, options
@@ -100,17 +98,17 @@ _QUICK = 0.25  # share of the time for each question with --quick
 
 def tune(
     root: Annotated[str, argument("[ROOT[@REF]]", "A dataset whose store is measured too.")] = "",
-    disk: Annotated[Path, typer.Option(help="A directory on the disk that is measured.")] = Path(),
-    size: Annotated[str, option("--bytes SIZE", "Of the dataset to come; ROOT's own.")] = "100GB",
-    lanes: Annotated[int, typer.Option(min=1, help="Lanes of a rank.")] = 8,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 2,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    cell: Annotated[str, option("TIME", "What computing a cell takes.")] = "20ms",
+    disk: Annotated[Path, option("--disk FOLDER", "A folder on the disk that is measured.")] = Path(),
+    size: Annotated[str, option("--bytes SIZE", "Size of the dataset, if no ROOT is given.")] = "100GB",
+    lanes: Annotated[int, option("--lanes N", "Lanes of a rank.", min=1)] = 8,
+    ranks: Annotated[int, option("--ranks N", "Ranks of a machine.", min=1)] = 2,
+    nodes: Annotated[int, option("--nodes N", "Machines.", min=1)] = 1,
+    cell: Annotated[str, option("TIME", "Time to compute a cell.")] = "20ms",
     gradient: Annotated[str, option("SIZE", "Bytes summed over the ranks.")] = "100MB",
     reduce: Annotated[
         bool, option("--reduce/--no-reduce", "Measure an all-reduce and a checkpoint; needs torch.")
     ] = True,
-    quick: Annotated[bool, option("--quick", "A quarter of the time, for a first idea.")] = False,
+    quick: Annotated[bool, option("--quick", "Measure for a quarter of the time, for a first idea.")] = False,
     apply: Annotated[
         Path | None, option("FILE", "Write the settings into this configuration; comments stay.")
     ] = None,

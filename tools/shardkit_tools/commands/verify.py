@@ -27,7 +27,10 @@ def verify(
     sample: Annotated[
         str, option("--sample SHARE", "Look at a share of the shards, such as 5%; metadata is always whole.")
     ] = "100%",
-    seed: Annotated[str | None, option("--seed", "Choose the same share as a run before.")] = None,
+    seed: Annotated[
+        str | None,
+        option("--seed TEXT", "With --sample: choose the same share as an earlier run with this seed."),
+    ] = None,
     jobs: Annotated[
         int | None, option("--jobs -j N", "Shards read at once; default: one per processor.", min=1)
     ] = None,
