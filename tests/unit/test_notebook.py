@@ -153,6 +153,7 @@ def test_any_value_prints_in_one_short_line() -> None:
         None, b"", [], [None], ["x" * 999], [1] * 10**5, {"a": "b" * 10**5}, np.zeros(0), np.float16(1), "\n" * 500,
         (np.zeros(0), np.zeros(1, np.int64)), [b"1", None, b"22"], np.zeros((2, 3)), float("nan"),
     ]  # fmt: skip
+    assert value_text([b"1", None, b"22"]) == "3 × bytes, 1 to 2 bytes, 1 missing"
     for value in values:
         text = value_text(value)
         assert 0 < len(text) < 150
