@@ -65,7 +65,7 @@ class SampleLoss:
         sample: number of the sample in the dataset.
         key: key of the sample.
         stratum: its stratum.
-        source: (file, row) from which it was built; None if the build did not record it.
+        source: (file, row) from which it was built or adopted; None if it is not recorded.
         lane, slot: place in the step.
     """
 

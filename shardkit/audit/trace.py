@@ -62,7 +62,7 @@ class StepSample:
         key: key of the sample.
         shard: digest of the shard.
         row, block: row and block in the shard.
-        source: (file, row) from which it was built; None if the build did not record it.
+        source: (file, row) from which it was built or adopted; None if it is not recorded.
         substitute_for: as in `Use`.
     """
 
@@ -198,7 +198,7 @@ def _describe_step(leg: Leg, step: int) -> Iterator[StepSample]:
         original = replaced.get((step, lane, slot), (None, None))[0]
         yield StepSample(
             lane, slot, sample, index.original_key(row), plan.dataset.table.digest_text(shard), row,
-            block - first_block, index.source(row), original,
+            block - first_block, plan.dataset.reader.source(shard, row), original,
         )  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def sample_lineage(dataset: Dataset, sample: int) -> dict[str, Any]:
     shard, row = int(where.shard[0]), int(where.row[0])
     index, part = dataset.reader.index(shard), dataset.version.part_of(shard)
     block, _ = index.block_of(row)
-    source, lineage = index.source(row), _part_lineage(part)
+    source, lineage = dataset.reader.source(shard, row), _part_lineage(part)
     files = {one["name"]: one["sha256"] for one in (lineage["sources"] or {"files": ()})["files"]}
     return {
         "sample": sample,

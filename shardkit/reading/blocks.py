@@ -259,6 +259,19 @@ class BlockReader:
             found = self._indexes.get(shard)
         return None if found is None else found[0].block_raw_size
 
+    def source(self, shard: int, row: int) -> tuple[str, int] | None:
+        """Return (file, row in it) from which a row was built or in which it was adopted; None if not recorded.
+
+        A file of an adopted folder is named by the folder and the key of its row.
+        """
+        index = self.index(shard)
+        if (found := index.source(row)) is not None:
+            return found
+        adopted = find_adopted(self.store_of(shard), self.shard_name(shard))
+        if adopted is None:
+            return None
+        return (f"{adopted.place}/{index.original_key(row)}", 0) if adopted.files else (adopted.place, row)
+
     def index(self, shard: int) -> ShardIndex:
         """Return the verified index of a shard."""
         with self._lock:

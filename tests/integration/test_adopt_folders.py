@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 import shardkit
+from shardkit.audit import sample_lineage
 from shardkit.copies.verify import verify
 from shardkit.errors import FormatError, ShardkitError, SourceError, UsageError
 from shardkit.formats import Texts
@@ -204,6 +205,19 @@ def test_a_sample_is_one_whole_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("two\nlines\n")
     with pytest.raises(UsageError, match="whole files"):
         adopt([tmp_path / "a.txt"], tmp_path / "root", options=ImportOptions(per="line"))
+
+
+def test_the_file_of_an_adopted_sample_is_named(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "pictures")
+    rows = [tmp_path / "rows-0.csv", tmp_path / "rows-1.csv"]
+    for path in rows:
+        path.write_text(f"a\n1\n2\n{path.stem[-1]}\n")
+    adopt([str(tmp_path / "pictures")], str(tmp_path / "folder"), jobs=1)
+    adopt(list(map(str, rows)), str(tmp_path / "table"), jobs=1)
+    first, last = f"{tmp_path}/pictures/cats/000", str(rows[1])
+    for root, number, file, row in (("folder", 0, first, 0), ("table", 5, last, 2)):
+        ds = shardkit.open(tmp_path / root)
+        assert sample_lineage(ds, number)["source"] == {"name": file, "row": row, "sha256": None}
 
 
 def test_splits_and_two_folders_are_refused_with_the_way_on(tmp_path: Path) -> None:

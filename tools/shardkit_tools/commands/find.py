@@ -85,7 +85,7 @@ def _rows(dataset: Dataset, name: str, values: list[str], matches: Matches) -> l
     columns = (matches.value, matches.sample, matches.shard, matches.row)
     for value, sample, shard, row in zip(*(column.tolist() for column in columns), strict=True):
         index = dataset.reader.index(shard)
-        source = index.source(row)
+        source = dataset.reader.source(shard, row)
         place = None if source is None else {"name": source[0], "row": source[1]}
         key = index.original_key(row)
         rows.append({"field": name, "value": values[value], "sample": sample, "key": key, "source": place})
