@@ -159,6 +159,14 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, tag="shardkit-man
     def id(self) -> str:
         return sha256_digest(self.to_bytes())
 
+    def label_of(self, stratum: Stratum) -> str:
+        """Return the name of a stratum, followed by the class name if one of its axes is the field `label`."""
+        if "label" in self.axes and len(stratum.values) == len(self.axes):
+            value = stratum.values[self.axes.index("label")]
+            if value.isdecimal() and int(value) < len(self.classes):
+                return f"{stratum.name} {self.classes[int(value)]}"
+        return stratum.name
+
     def to_bytes(self) -> bytes:
         """Return the canonical bytes."""
         return encode(self)

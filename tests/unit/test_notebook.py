@@ -50,6 +50,17 @@ def test_fields_strata_and_pictures_are_shown_escaped(tmp_path: Path) -> None:
     assert set(tags) == {"div", "p", "b", "code", "table", "tr", "th", "td", "img", "figure", "figcaption"}
 
 
+def test_strata_have_the_names_of_their_classes(tmp_path: Path) -> None:
+    with shardkit.create(
+        tmp_path / "a", {"label": "int8"}, stratify="label", classes=("cat", "dog")
+    ) as writer:
+        for number in range(40):
+            writer.add({"label": number % 2})
+    page = shardkit.open(tmp_path / "a")._repr_html_()
+    assert ">0 cat<" in page
+    assert ">1 dog<" in page
+
+
 def test_large_files_stay_out_of_the_notebook(tmp_path: Path) -> None:
     ds = made(tmp_path / "a", [grey(1) + bytes(5 << 20)] * 8)
     assert len(ds._repr_html_()) < 10_000

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardkit.extras import shell_word
-from shardkit.manifest import Manifest, Stratum
+from shardkit.manifest import Manifest
 from shardkit.repository.log import LogEntry, parse_dataset_url
 from shardkit.repository.repository import DEFAULT_REF
 from shardkit_tools import console
-from shardkit_tools.console import bytes_text, clean, count_text, duration_text, share_text, short_id
+from shardkit_tools.console import bytes_text, count_text, duration_text, share_text, short_id
 
 if TYPE_CHECKING:
     from shardkit_tools.building.outcome import BuildResult, Progress, SkippedRow, SpaceNeed
@@ -51,15 +51,6 @@ def named_versions(log: Sequence[LogEntry]) -> list[NamedVersion]:
                 commit = entry
             versions.append(NamedVersion(name, is_tag, names[name], commit))
     return versions
-
-
-def stratum_label(stratum: Stratum, axes: Sequence[str], classes: Sequence[str]) -> str:
-    """Return the name of a stratum, with the class name if one of its axes is the label."""
-    if "label" in axes and classes and len(stratum.values) == len(axes):
-        value = stratum.values[list(axes).index("label")]
-        if value.isdecimal() and int(value) < len(classes):
-            return clean(f"{stratum.name} {classes[int(value)]}")
-    return clean(stratum.name)
 
 
 def time_text(time: str) -> str:

@@ -23,7 +23,6 @@ from shardkit_tools.version_report import (
     print_next,
     print_strata,
     progress_text,
-    stratum_label,
 )
 
 
@@ -165,10 +164,8 @@ def _print(result: Adoption, root: str, ref: str) -> None:
         )
     facts += [("note", note) for note in result.notes]
     console.print_facts(facts)
-    strata_rows = {
-        stratum_label(one, manifest.axes, manifest.classes): one.selected for one in manifest.strata
-    } if manifest else result.strata  # fmt: skip
-    print_strata(strata_rows, result.rows)
+    labels = {one.name: manifest.label_of(one) for one in manifest.strata} if manifest else {}
+    print_strata({labels.get(name, name): rows for name, rows in result.strata.items()}, result.rows)
     console.print_heading("What does not hold for adopted data")
     console.print_facts(result.promises.items(), indent=2)
     if manifest:

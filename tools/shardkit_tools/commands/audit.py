@@ -215,7 +215,13 @@ def diff_command(
 
 
 def _print_comparison(document: dict[str, Any]) -> None:
-    console.print_document({name: value for name, value in document.items() if name != "cells"})
+    shown = {name: value for name, value in document.items() if name not in ("cells", "diverges")}
+    shown["steps"] = "{:,} in A, {:,} in B".format(*document["steps"])
+    if document["content"]:
+        shown["content"] = "equal in {:,} of {:,} samples of the first common step".format(
+            *document["content"]
+        )
+    console.print_document(shown)
     columns = [">lane", ">slot", ">sample of A", ">sample of B"]
     console.print_table(columns, document["cells"], heading=f"step {document['diverges']}")
 

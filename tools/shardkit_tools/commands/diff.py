@@ -15,7 +15,7 @@ from shardkit.manifest import ShardTable
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, share_text, short_id
 from shardkit_tools.options import argument, option
-from shardkit_tools.version_report import parse_url, stratum_label
+from shardkit_tools.version_report import parse_url
 
 _STRATA_SHOWN = 25
 
@@ -94,7 +94,7 @@ def _strata(a: Dataset, b: Dataset) -> list[dict[str, Any]]:
     """Return the counts of each stratum in both versions and the drift of its share, the largest drift first."""
     before, after = a.strata, b.strata
     labels = {
-        stratum.name: stratum_label(stratum, dataset.manifest.axes, dataset.classes)
+        stratum.name: dataset.manifest.label_of(stratum)
         for dataset in (a, b)
         for stratum in dataset.manifest.strata
     }

@@ -15,7 +15,6 @@ from shardkit.plan import Plan
 from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, range_text
 from shardkit_tools.options import option
-from shardkit_tools.version_report import stratum_label
 
 _SHOWN = 12
 _USUAL_WORLDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256)  # shown although they may not divide the lanes
@@ -106,8 +105,7 @@ def plan(
     if plot is not None:
         plt = console.pyplot("plan")
         console.save_figure(plt, plan_figure(made, plt), plot)
-    manifest = dataset.manifest
-    labels = {one.name: stratum_label(one, manifest.axes, manifest.classes) for one in manifest.strata}
+    labels = {one.name: dataset.manifest.label_of(one) for one in dataset.manifest.strata}
     console.present(as_json, lambda: report, lambda: _print_report(report, labels))
 
 

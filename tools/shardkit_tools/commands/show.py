@@ -23,7 +23,7 @@ from shardkit_tools import console, options
 from shardkit_tools.console import bytes_text, count_text, range_text, share_text, short_id
 from shardkit_tools.options import argument, option
 from shardkit_tools.row_lists import sample_number
-from shardkit_tools.version_report import named_versions, parse_url, stratum_label, time_text
+from shardkit_tools.version_report import named_versions, parse_url, time_text
 
 _STRATA_SHOWN = 25
 _TERMS_SHOWN = ("licence", "source", "contact")
@@ -108,7 +108,7 @@ def _strata(manifest: Manifest) -> list[dict[str, Any]]:
     return [
         {
             "name": stratum.name,
-            "label": stratum_label(stratum, manifest.axes, manifest.classes),
+            "label": manifest.label_of(stratum),
             "values": list(stratum.values),
             "samples": stratum.selected,
             "rows": stratum.rows,
