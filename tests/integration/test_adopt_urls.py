@@ -25,7 +25,6 @@ from shardkit.stores.local import open_store
 from shardkit_tools.adopting import adopt
 from shardkit_tools.adopting import adoption as adoption_module
 from shardkit_tools.main import run
-from tests.drills import DRILLS, drill_count
 from tests.faults.killed_operations import KilledOperations, run_in_child
 from tests.servers.fault_proxy import Fault, FaultProxy, Request
 from tests.servers.object_stores import (
@@ -336,16 +335,13 @@ def test_scrub_audits_tars_in_a_bucket_without_reading_them(
     run_command(["scrub", root, "--level", "stored"], code=4)
 
 
-@pytest.mark.drill
-@pytest.mark.slow
+@pytest.mark.drill(only=True)
 def test_killed_adoptions_from_s3_into_s3_go_on(
-    server: str, tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tars: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed at changes of scratch, then to the end: one id. Drills are on LocalStack, whose checksums are audited."""
+    """Killed at changes of scratch, then to the end: one id. LocalStack's checksums are audited."""
     place = f"s3://{BUCKET}/{uuid.uuid4().hex}"
-    with (
-        localstack(tmp_path / "localstack", BUCKET) if DRILLS else contextlib.nullcontext(server) as endpoint
-    ):
+    with localstack(tmp_path / "localstack", BUCKET) as endpoint:
         for name, value in s3_environment(endpoint).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(adoption_module, "_GROUP_FILES", 1)  # so that work is done before a kill
@@ -365,7 +361,7 @@ def _kill_and_go_on(place: str, theirs: str, tmp_path: Path) -> None:
 
     whole = run("whole", counting).manifest
     assert whole is not None
-    for turn in map(str, range(drill_count(20))):
+    for turn in map(str, range(20)):
         for _ in range(3):
             at = moments.randrange(counting.count // 4, counting.count)
             code = run_in_child(functools.partial(run, turn, KilledOperations(at)))

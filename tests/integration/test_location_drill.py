@@ -167,22 +167,3 @@ def test_the_nearer_location_rots_stalls_refuses_and_vanishes(
                ("mismatches", "refetches", "failovers", "timeouts", "throttled", "missing", "hedges",
                 "circuit_opened")},
         }))  # fmt: skip
-
-
-@pytest.mark.slow
-def test_with_parity_alone_the_epoch_completes_as_well(
-    server: str, proxy: FaultProxy, tmp_path: Path
-) -> None:
-    """One location, 8+2: two bad shards, one of them gone; blocks are rebuilt from ranges, then the shards are."""
-    root = make(uuid.uuid4().hex, 900, "--parity", "8+2")
-    truth = Training(root, None)
-    truth.run()
-    flipped, removed = rot(root, server, 1)
-    training = Training(root, tmp_path / "run")
-    training.run()
-    assert training.batches == truth.batches
-    assert training.stats["remote_rebuilt"] > 0
-    healed = document_of("repair", root, "--from-run", tmp_path / "run")["healed"]
-    assert {one["name"] for one in healed} == {*flipped, removed}
-    assert {one["source"] for one in healed} == {"parity"}
-    output_of("verify", root, "--level", "stored")

@@ -78,15 +78,6 @@ def test_threads_add_in_any_order(tmp_path: Path) -> None:
     assert writer.manifest.id == expected
 
 
-def test_without_shuffle_each_stratum_keeps_the_order_of_adding(tmp_path: Path) -> None:
-    write(tmp_path, shuffle=False)
-    keys = [key for key, _ in samples_of(shardkit.open(tmp_path))]
-    for label in range(5):
-        assert [k for k in keys if int(k.split("/")[1]) % 5 == label] == [
-            f"photo/{i}" for i in range(label, 120, 5)
-        ]
-
-
 def test_keys_are_generated_from_the_order_of_adding(tmp_path: Path) -> None:
     with shardkit.create(tmp_path, {"n": "int64"}, format="arrow") as writer:
         for i in range(30):

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from shardkit.errors import SourceError
 from shardkit_tools.importers import ImportOptions, SourceFailure, open_source
-from shardkit_tools.importers.protocol import DecodedRows, FileImporter
 from tests.importer_conformance import check_importer, read_all
 
 ODD = 'ab" x'
@@ -357,16 +356,6 @@ def test_a_task_of_parquet_reads_the_chunks_of_the_fields_that_are_taken(tmp_pat
         assert blank != data
         assert read_all(source) == expected
         path.write_bytes(data)
-
-
-def test_a_batch_of_parquet_is_bounded_by_bytes(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"v": [bytes(1 << 20)] * 100}), tmp_path / "a.parquet", use_dictionary=False)
-    source = open_source(str(tmp_path / "a.parquet"))
-    assert isinstance(source, FileImporter)
-    found = [one for task in source.tasks() for one in source.decode(task)]
-    sizes = [one.batch.nbytes for one in found if isinstance(one, DecodedRows)]
-    assert sum(sizes) >= 100 << 20
-    assert max(sizes) <= 20 << 20
 
 
 def test_keys_of_a_table_are_prefixed_or_left_out(tmp_path: Path) -> None:
