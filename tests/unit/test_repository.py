@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -242,6 +244,21 @@ def test_errors_of_the_system_are_explained() -> None:
             assert "write log/1 in /data" in str(error)
             assert ";" in str(error)
     assert "hard links" in str(store_error(OSError(errno.EPERM, "", "a", None, "b"), "write x", writing=True))
+
+
+def _id_in_a_child(repository: Repository) -> tuple[str, str]:
+    put = repository.put_object(b"from a child", "tar")
+    return repository.id, repository.get_object(put.digest, "tar").decode()
+
+
+def test_repositories_travel_to_other_processes(tmp_path: Path) -> None:
+    repository = Repository.create(tmp_path)
+    copy = pickle.loads(pickle.dumps(repository))
+    assert (copy.id, copy.url) == (repository.id, repository.url)
+    store = pickle.loads(pickle.dumps(LocalStore(tmp_path, read_only=True)))
+    assert store.read_only
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_id_in_a_child, (repository,)) == (repository.id, "from a child")
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
