@@ -9,6 +9,7 @@ Example::
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,23 +32,38 @@ def use_loader(trainer: Trainer, loader: Any) -> None:
         trainer: not trained yet; give it no ``train_dataset``.
         loader: ``ds.loader(plan)`` or `shardkit.torch.DataLoader`.
     """
-
-    class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
-        """Saves and loads the state of `loader`."""
-
-        def state(self) -> dict[str, Any]:
-            return {"args": {}, "attributes": {"saved": loader.state_dict()}}
-
-        def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            name = type(self).__name__
-            if state.global_step and name in state.stateful_callbacks:
-                loader.load_state_dict(state.stateful_callbacks[name]["attributes"]["saved"])
-            state.stateful_callbacks.setdefault(name, self.state())
-
     batches = _Fields(loader)
     trainer.get_train_dataloader = lambda: batches
     trainer.args.ignore_data_skip = True  # the loader continues by itself
-    trainer.add_callback(LoaderState())
+    trainer.remove_callback(LoaderState)  # of an earlier call, as when a cell of a notebook is run again
+    trainer.add_callback(LoaderState(loader))
+
+
+class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Saves and loads the state of a loader, under the name of this class."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state(self) -> dict[str, Any]:
+        """Return the entry of this callback in ``trainer_state.json``."""
+        return {"args": {}, "attributes": {"saved": self._loader.state_dict()}}
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Load the state if training resumes."""
+        name = type(self).__name__
+        if state.global_step and name in state.stateful_callbacks:
+            self._loader.load_state_dict(state.stateful_callbacks[name]["attributes"]["saved"])
+        elif state.global_step:
+            step = self._loader.state_dict()["step"]
+            warnings.warn(
+                f"the checkpoint of step {state.global_step} has no state of this loader, as the run that saved it was "
+                f"not trained with use_loader: training continues with batch {step} of the plan; call "
+                "loader.load_state_dict(state) for another one",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        state.stateful_callbacks.setdefault(name, self.state())
 
 
 class _Fields:

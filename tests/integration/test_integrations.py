@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def _loader(ds: shardkit.Dataset, workers: int) -> Any:
 
 def _expected(ds: shardkit.Dataset) -> list[list[int]]:
     loader = _loader(ds, 0)
-    return [batch["i"].tolist() for _ in range(3) for batch in loader][:END]
+    return [batch["i"].tolist() for _ in range(3) for batch in loader]
 
 
 @pytest.mark.parametrize(("workers", "stop"), [(0, 3), (2, 7), (2, 5), (0, 10)])
@@ -73,13 +74,26 @@ def test_transformers(
             logging_strategy="no",
         )  # fmt: skip
         trainer = transformers.Trainer(model=Model(), args=arguments)
-        use_loader(trainer, _loader(ds, workers))
+        use_loader(trainer, _loader(ds, 0))
+        use_loader(trainer, _loader(ds, workers))  # as when a cell of a notebook is run again
         trainer.train(resume_from_checkpoint=resume)
-    assert seen == _expected(ds)
+    assert seen == _expected(ds)[:END]
+
+    path = Path(str(resume), "trainer_state.json")
+    state = json.loads(path.read_text())
+    del state["stateful_callbacks"]["LoaderState"]
+    path.write_text(json.dumps(state))
+    use_loader(trainer, _loader(ds, workers))
+    with pytest.warns(RuntimeWarning, match=rf"step {stop} has no state .* with batch 0 of the plan"):
+        trainer.train(resume_from_checkpoint=resume)
 
 
-@pytest.mark.parametrize(("workers", "stop"), [(0, 3), (2, 7), (2, 5), (0, 10)])
-def test_lightning(ds: shardkit.Dataset, tmp_path: Path, workers: int, stop: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "stop", "unit"),
+    [(0, 3, "steps"), (2, 7, "steps"), (0, 10, "steps"), (0, 1, "epochs"), (2, 2, "epochs")],
+)
+def test_lightning(ds: shardkit.Dataset, tmp_path: Path, workers: int, stop: int, unit: str) -> None:
+    """Lightning loads no state of loaders after the end of an epoch, if epochs are counted."""
     lightning = pytest.importorskip("pytorch_lightning")
     from shardkit.integrations.lightning import PlanDataModule
 
@@ -98,15 +112,27 @@ def test_lightning(ds: shardkit.Dataset, tmp_path: Path, workers: int, stop: int
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
     path = tmp_path / "saved.ckpt"
-    for end in (stop, END):
+    for end in (stop, END if unit == "steps" else 3):
+        counted = (
+            {"max_steps": end}
+            if unit == "steps"
+            else {"max_epochs": end, "reload_dataloaders_every_n_epochs": 1}
+        )
         trainer = lightning.Trainer(
-            accelerator="cpu", max_steps=end, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, **counted,
             enable_checkpointing=False, default_root_dir=str(tmp_path), use_distributed_sampler=False,
         )  # fmt: skip
         resume = {"ckpt_path": str(path), "weights_only": False} if path.exists() else {}
-        trainer.fit(Model(), datamodule=PlanDataModule(lambda: _loader(ds, workers)), **resume)
+        data = PlanDataModule(lambda: _loader(ds, workers))
+        trainer.fit(Model(), datamodule=data, **resume)
         trainer.save_checkpoint(path)
-    assert seen == _expected(ds)
+    assert seen == _expected(ds)[: END if unit == "steps" else 3 * STEPS]
+
+    lightning.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, default_root_dir=str(tmp_path), use_distributed_sampler=False,
+    ).fit(Model(), datamodule=data)  # fmt: skip
+    assert seen[-1] == seen[0], "another trainer begins anew"
 
 
 @pytest.mark.parametrize(("workers", "stop"), [(0, 3), (2, 7), (2, 5)])
@@ -127,4 +153,4 @@ def test_accelerate(ds: shardkit.Dataset, tmp_path: Path, workers: int, stop: in
                 if len(seen) == end:
                     break
         accelerator.save_state(str(tmp_path))
-    assert seen == _expected(ds)
+    assert seen == _expected(ds)[:END]
