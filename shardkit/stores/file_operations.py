@@ -13,7 +13,8 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from shardkit.errors import (
@@ -25,6 +26,8 @@ from shardkit.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
+
+_LOCK_WAIT_S: Final = 10.0
 
 FOLDER: Final = "tmp"
 """Folder of a local root that holds temporaries; on the same file system as the objects, so that `link` works."""
@@ -133,15 +136,28 @@ class FileOperations:
         """Take the file's shared lock, unless another process holds the exclusive one."""
         return _try_flock(file, fcntl.LOCK_SH)
 
-    def lock(self, file: Handle) -> None:
-        """Wait for the file's exclusive lock; for locks that are held briefly."""
-        fcntl.flock(file.fd, fcntl.LOCK_EX)
-
     def truncate(self, file: Handle, size: int) -> None:
         os.ftruncate(file.fd, size)
 
     def close(self, handle: Handle) -> None:
         os.close(handle.fd)
+
+
+def wait_for_lock(take: Callable[[Handle], bool], file: Handle) -> None:
+    """Wait until `take` has the lock of a file that other processes hold briefly.
+
+    Raises:
+        StoreError: another process has held it for 10 s; a stopped process must not stop all others.
+    """
+    deadline, pause = time.monotonic() + _LOCK_WAIT_S, 0.0002
+    while not take(file):
+        if time.monotonic() > deadline:
+            raise StoreError(
+                f"another process has held the lock of {file.path} for {_LOCK_WAIT_S:.0f} s: it may be stopped; "
+                f"continue or end it (fuser {file.path} names it), or choose another directory"
+            )
+        time.sleep(pause)
+        pause = min(0.01, pause * 2)
 
 
 def _try_flock(file: Handle, kind: int) -> bool:

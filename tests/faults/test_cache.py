@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import functools
 import hashlib
 import os
@@ -35,6 +36,7 @@ from shardkit.reading.cache.supply import BlockFetcher, NearbyCaches
 from shardkit.reading.located_store import LocatedStore
 from shardkit.reading.objects import BlockRequest, Location, block_name
 from shardkit.reading.read_path import ReadSettings
+from shardkit.stores import file_operations
 from shardkit.stores.file_operations import substituted
 from shardkit.stores.remote.cache_client import CacheClient
 from shardkit.telemetry.pages import parse_listen
@@ -99,6 +101,24 @@ def test_a_part_of_a_filler_that_was_killed_after_naming_it_stops_nobody(
     assert found == [data]
     assert not part.exists()
     assert cache.get(request) == data
+
+
+def test_a_process_that_is_stopped_with_a_lock_stops_no_other_one(
+    cache: BlockCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_operations, "_LOCK_WAIT_S", 0.05)
+    BlockCache(tmp_path / "other", limit=MIB).close()
+    for name in ("lock", "users", "shardkit-cache.json"):
+        with open(tmp_path / "other" / name, "rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with pytest.raises(StoreError, match=f"lock of .*/{name} for .* it may be stopped"):
+                BlockCache(tmp_path / "other", limit=MIB)
+    with open(tmp_path / "cache" / "lock", "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for number in range(3):
+            request, data = block_of(number)
+            assert cache.fetch(request, functools.partial(bytes, data)) == data
+    assert cache.read_events.stats()["cache_failed"] == 1, "nobody waits again at once"
 
 
 class TestBlocks:

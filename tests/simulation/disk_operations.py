@@ -178,10 +178,6 @@ class DiskOperations(FileOperations):
     def try_share(self, file: Handle) -> bool:
         return self._try(file, alone=False)
 
-    def lock(self, file: Handle) -> None:
-        while not self._try(file, alone=True):
-            self._scheduler.sleep(0.01)
-
     def _try(self, file: Handle, *, alone: bool) -> bool:
         _, node = self._file(file)
         holders = {

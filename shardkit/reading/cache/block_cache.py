@@ -27,7 +27,7 @@ from shardkit.reading.attestations import ReadEvents
 from shardkit.reading.cache.catalogue import CachedBlock, Catalogue
 from shardkit.reading.cache.eviction import Lease, Neighbours, choose_victims
 from shardkit.reading.objects import BlockRequest
-from shardkit.stores.file_operations import Directories, Handle, active, explained, write_all
+from shardkit.stores.file_operations import Directories, Handle, active, explained, wait_for_lock, write_all
 from shardkit.stores.local import check_vacant
 from shardkit.stores.ownership import WriteAccess
 from shardkit.stores.store import absolute_path
@@ -73,16 +73,19 @@ class BlockCache:
         self._directories, self._access = Directories(self.path), WriteAccess()
         self._full_until = 0.0
         self._process = os.getpid()
-        with explained(f"open the cache {self.path}", writing=True):
+        with explained(f"open the cache {self.path}", writing=True), contextlib.ExitStack() as opened:
             for name in (BLOCKS, _PARTS):
                 with self._directories.made((name,)):
                     pass
             self._folder = active().open_root(self.path)
+            opened.callback(active().close, self._folder)
             self._check_marker()
             self._users: Handle | None = active().open_shared(self._folder, "users")
+            opened.callback(active().close, self._users)  # and its lock, for a second try
             self._catalogue = Catalogue(self._folder)
             self._lock = threading.Lock()
             self._begin()
+            opened.pop_all()
         self.lease = Lease(self._directories)
         self._neighbours = Neighbours(self._directories)
 
@@ -284,7 +287,7 @@ class BlockCache:
         operations = active()
         marker = operations.open_shared(self._folder, MARKER)
         try:
-            operations.lock(marker)
+            wait_for_lock(operations.try_lock, marker)
             data = operations.read(marker, 4096, 0)
             mark = encode({"format": _FORMAT})
             if data == mark:
@@ -309,8 +312,7 @@ class BlockCache:
             if alone:
                 self._sweep()
                 self._catalogue.rewrite(self._scan())
-        while not operations.try_share(self._users):  # another process is opening the cache, which is brief
-            time.sleep(0.01)
+        wait_for_lock(operations.try_share, self._users)  # another process may be opening the cache
 
     def _scan(self) -> dict[bytes, CachedBlock]:
         """Return the blocks in the directory; blocks without a known place are evicted first."""

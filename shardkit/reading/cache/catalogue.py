@@ -16,14 +16,15 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import ShardkitError
-from shardkit.stores.file_operations import Handle, active, write_all
+from shardkit.errors import ShardkitError, StoreError
+from shardkit.stores.file_operations import Handle, active, wait_for_lock, write_all
 
 _RECORD: Final = struct.Struct("<32sQQdB7x")  # digest, size, place, time, _ADDED or _REMOVED
 _ADDED: Final = 1
 _REMOVED: Final = 2
 _MAX_BYTES: Final = 5 * 2**30
 _COMPACT_AFTER: Final = 50_000
+_REST_S: Final = 30.0
 NAME: Final = "catalogue"
 
 
@@ -46,17 +47,26 @@ class Catalogue:
         self._folder = folder
         self._offset = 0
         self._inode = -1
+        self._stuck_until = 0.0
         self.entries: dict[bytes, CachedBlock] = {}
         self.total = 0
         """Bytes of all entries."""
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the cache's lock, with current entries. The lock excludes threads as well as processes."""
+        """Hold the cache's lock, with current entries. The lock excludes threads as well as processes.
+
+        Raises:
+            StoreError: another process did not release it; nobody waits for it again for 30 s.
+        """
+        if time.monotonic() < self._stuck_until:
+            raise StoreError("another process has held the cache's lock for long")
         operations = active()
         lock = operations.open_shared(self._folder, "lock")
         try:
-            operations.lock(lock)
+            self._stuck_until = time.monotonic() + _REST_S
+            wait_for_lock(operations.try_lock, lock)
+            self._stuck_until = 0.0
             self._catch_up()
             yield
         finally:
