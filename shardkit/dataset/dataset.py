@@ -174,7 +174,7 @@ class Dataset(Samples):
                 )
         plan = make_plan(population, global_batch=global_batch, seed=seed, **settings)
         if settings.get("lanes") is None and plan.lanes < LEAST_LANES:
-            few = few_lanes(population, global_batch)
+            few = few_lanes(population, plan.global_batch)
             if few:
                 _log.warning("plan: %s", few)
         return plan

@@ -263,6 +263,10 @@ class Loop(Iterator[Batch]):
     anything did that lives until the loader is closed.
     """
 
+    # reason why it ended before its last step, or what came after it; a copy that `copy` gave up has none
+    ended_by: str | None = None
+    left = range(0)  # not handed out yet
+
     def __init__(
         self,
         hand_out: Callable[[Loop], Batch],
@@ -272,9 +276,8 @@ class Loop(Iterator[Batch]):
         stop: int,
     ) -> None:
         self._hand_out, self._finish, self._leave = hand_out, finish, leave
-        self.left = numbers  # not handed out yet
+        self.left = numbers
         self.stop = stop  # the first step of the next epoch
-        self.ended_by: str | None = None  # reason why it ended before its last step, or what came after it
         self._error: Exception | None = None
         self._turn, self._process = threading.Lock(), os.getpid()
 

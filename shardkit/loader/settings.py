@@ -63,7 +63,7 @@ OnStall: TypeAlias = Callable[[Mapping[str, Any]], None]
 """Called with the facts of a stall, such as rank, step, lane, shard and stage."""
 
 _RANGES = {
-    "memory": Range(1 << 20, 1 << 50), "cache_size": Range(0, 1 << 60), "threads": Range(1, 4096),
+    "memory": Range(1 << 20, 1 << 50), "cache_size": Range(1 << 20, 1 << 60), "threads": Range(1, 4096),
     "prefetch": Range(0, 10**6), "device_prefetch": Range(1, 64), "stride": Range(1, 10**6), "offset": Range(0, 10**6),
 }  # fmt: skip
 """Allowed ranges of integer settings."""

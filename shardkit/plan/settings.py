@@ -342,6 +342,7 @@ def _fraction(pattern: object, weight: Any) -> Fraction:
         number = Fraction(str(weight)) if in_range else None
     if not isinstance(pattern, str) or number is None or number < 0:
         raise PlanError(
-            f"plan: the weight of {shown(pattern)} is {shown(weight)}, expected a number >= 0 for a glob over strata"
+            f"plan: the weight of {shown(pattern)} is {shown(weight)}, expected 0 or a number from 1e-30 to 1e30 for a "
+            "glob over strata"
         )
     return number

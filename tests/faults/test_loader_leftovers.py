@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -289,6 +290,8 @@ def test_a_loader_that_is_sent_to_another_process_says_what_to_send(ds: shardkit
     next(iter(loader))
     with pytest.raises(UsageError, match=r"send the dataset, the plan and loader\.state_dict\(\)"):
         pickle.dumps(loader)
+    with pytest.raises(UsageError, match="send the dataset"):  # and nothing unraisable
+        copy.deepcopy(iter(loader))
     loader.close()
 
 

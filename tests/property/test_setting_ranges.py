@@ -165,6 +165,7 @@ def test_numbers_of_the_library_have_ranges_too(
     make: Callable[..., Any], base: dict[str, Any], name: str, kind: type
 ) -> None:
     wrong: list[object] = [
+        *([0] if name == "cache_size" else []),
         math.nan,
         math.inf,
         -math.inf,

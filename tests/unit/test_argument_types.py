@@ -265,3 +265,13 @@ def test_a_home_folder_that_no_shell_has_expanded_is_refused(
     with shardkit.create("~cats", {"i": "int64"}) as writer:  # a name like any other
         writer.add({"i": 1})
     assert len(shardkit.open("~cats")) == 1
+
+
+def test_a_batch_size_of_numpy_gets_the_advice_of_any(
+    ds: shardkit.Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    size: Any = np.int64(20)
+    assert ds.plan(global_batch=size).digest == ds.plan(global_batch=20).digest
+    first, second = caplog.messages
+    assert first == second
+    assert "a batch of 16 (8 lanes) or 24 (8 lanes) allows more, or pass lanes=" in first
