@@ -52,6 +52,14 @@ def test_given_types_replace_inferred_ones(tmp_path: Path) -> None:
             '{"a": 18446744073709551616, "b": "x"}',
             r"line 3: field 'a' is 18446744073709551616, which no 64-bit",
         ),
+        (
+            f'{{"a": {2**63}}}\n{{"a": -2}}',
+            rf"'a' holds -2 in .*rows\.jsonl line 4, and {2**63} in .*rows\.jsonl line 3; no integer type",
+        ),
+        (
+            f'{{"a": {2**60 + 1}}}\n{{"a": 1.5}}',
+            rf"'a' holds {2**60 + 1} in .*rows\.jsonl line 3, which float64",
+        ),
         ('{"a": 2, "b": "x"', r"line 3: not valid JSON"),
         ('{"a": 2, "a": 3, "b": "x"}', r"line 3: not valid JSON \(the key 'a' is given twice"),
         ('{"a": Infinity, "b": "x"}', r"line 3: not valid JSON \(Infinity"),

@@ -51,19 +51,20 @@ class _FieldFacts:
     kind: str
     where: str
     value: object
-    unsigned: bool = False  # a value needs uint64
-    negative: bool = False
-    inexact: int | None = None  # an integer that float64 would change
+    # integers and their rows, for messages; "" if there is none
+    unsigned: str = ""  # one that needs uint64
+    negative: str = ""
+    inexact: str = ""  # one that float64 would change
 
-    def learn(self, name: str, values: Sequence[Any], where: str) -> _FieldFacts:
-        """Return the facts with more values; of an error, `where` is right if there is one value."""
+    def learn(self, name: str, values: Sequence[Any], where_of: Callable[[object], str]) -> _FieldFacts:
+        """Return the facts with more values; of an error on types, the row is right if there is one value."""
         known, types = self, set(map(type, values))
         for kind in map(_KINDS.__getitem__, types):
             if kind != known.kind:
                 if {kind, known.kind} != {"int64", "float64"}:
                     raise SourceError(
-                        f"{where}: field {name!r} is {_short(values[0])}, but {_short(self.value)} in {self.where}; "
-                        f"make them alike, or pass --schema {shell_word(name)}=json"
+                        f"{where_of(values[0])}: field {name!r} is {_short(values[0])}, but {_short(self.value)} in "
+                        f"{self.where}; make them alike, or pass --schema {shell_word(name)}=json"
                     )
                 known = replace(known, kind="float64")
         if int not in types:
@@ -72,31 +73,31 @@ class _FieldFacts:
         low, high = min(integers), max(integers)
         if low < _MIN_INT64 or high > _MAX_UINT64:
             raise SourceError(
-                f"{where}: field {name!r} is {values[0]}, which no 64-bit integer holds; write it as a string"
+                f"{where_of(values[0])}: field {name!r} is {values[0]}, which no 64-bit integer holds; write it as a "
+                "string"
             )
-        inexact = self.inexact
-        if inexact is None and max(-low, high) > EXACT_INTEGER:
-            inexact = next((value for value in integers if not is_exact(value)), None)
-        return replace(
-            known,
-            negative=self.negative or low < 0,
-            unsigned=self.unsigned or high > LARGEST_INT64,
-            inexact=inexact,
-        )
+        if not known.negative and low < 0:
+            known = replace(known, negative=f"{low} in {where_of(low)}")
+        if not known.unsigned and high > LARGEST_INT64:
+            known = replace(known, unsigned=f"{high} in {where_of(high)}")
+        if not known.inexact and max(-low, high) > EXACT_INTEGER:
+            found = next((value for value in integers if not is_exact(value)), None)
+            known = known if found is None else replace(known, inexact=f"{found} in {where_of(found)}")
+        return known
 
     def conclude(self, name: str) -> str:
         """Return the type that holds all values."""
         word = shell_word(name)
-        if self.kind == "float64" and self.inexact is not None:
+        if self.kind == "float64" and self.inexact:
             raise SourceError(
-                f"field {name!r} holds {self.inexact}, which float64 would change, and numbers with a fraction "
-                f"({self.where} and others); write the numbers as strings, or pass --schema {word}=json"
+                f"field {name!r} holds {self.inexact}, which float64 would change, and numbers with a fraction; write "
+                f"the numbers as strings, or pass --schema {word}=json"
             )
         if self.kind != "int64" or not self.unsigned:
             return self.kind
         if self.negative:
             raise SourceError(
-                f"field {name!r} holds both negative integers and integers from 2**63 on; pass --schema "
+                f"field {name!r} holds {self.negative}, and {self.unsigned}; no integer type holds both: pass --schema "
                 f"{word}=json, or write them as strings"
             )
         return "uint64"
@@ -160,8 +161,12 @@ class TypeInference:
             if known is None:
                 first = next(number for number, row in enumerate(rows) if row.get(name) is not None)
                 known = _FieldFacts(_KINDS[type(values[0])], name_of(first), values[0])
+
+            def where_of(value: object, name: str = name) -> str:
+                return name_of(next(number for number, row in enumerate(rows) if row.get(name) is value))
+
             try:
-                learned[name] = known.learn(name, values, name_of(0))
+                learned[name] = known.learn(name, values, where_of)
             except SourceError:
                 if self._bad.allowed or not self._unchecked or len(rows) > 1:
                     raise
