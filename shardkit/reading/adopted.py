@@ -315,7 +315,7 @@ class AdoptedStore(StoreAround):
         if len(data) == size and xxh3(data) != expected:
             raise IntegrityError(
                 f"{one.place}: XXH3 mismatch (expected {expected:016x}, got {xxh3(data):016x}); it changed since it "
-                "was adopted: put the file back"
+                "was adopted"
             )
         return data
 
@@ -343,8 +343,7 @@ class AdoptedStore(StoreAround):
                 return store.get_range(key, offset, length)
             except IntegrityError:
                 raise IntegrityError(
-                    f"{file.place}: fewer bytes than the {offset + length} that it had when it was adopted; put the "
-                    "file back"
+                    f"{file.place}: fewer bytes than the {offset + length} that it had when it was adopted"
                 ) from None
         with explained(f"read the adopted file {file.place}"):
             try:
@@ -372,7 +371,7 @@ def _read_file(file: Handle, offset: int, length: int, expected: int | None) -> 
     size = os.fstat(file.fd).st_size
     if expected not in (None, size):
         raise IntegrityError(
-            f"{file.path}: {size} bytes, expected {expected}; it changed since it was adopted: put the file back"
+            f"{file.path}: {size} bytes, expected {expected}; it changed since it was adopted"
         )
     if offset + length > size:  # checked before memory of that length is allocated
         raise IntegrityError(
@@ -380,5 +379,5 @@ def _read_file(file: Handle, offset: int, length: int, expected: int | None) -> 
         )
     data = read_exactly(file, offset, length)
     if len(data) != length:
-        raise IntegrityError(f"{file.path}: it shrank while it was read; put the file back that was adopted")
+        raise IntegrityError(f"{file.path}: it shrank while it was read")
     return data

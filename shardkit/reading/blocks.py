@@ -341,7 +341,8 @@ class BlockReader:
                     return parsed([memoryview(store.read_block(request)) for request in requests], "fast")
                 return parsed([self._read_stored(request, memory) for request in requests], verify)
         except IntegrityError as error:
-            advice = f"; {RESTORE_ADOPTED}" if self._is_adopted(shard) else ""
+            is_adopted = adopted_place(self.store_of(shard), self.shard_name(shard)) is not None
+            advice = f"; {RESTORE_ADOPTED}" * is_adopted
             raise IntegrityError(f"{self._where(shard, block)}: {error}{advice}") from None
         except ShardkitError as error:
             raise type(error)(f"{self._where(shard, block)}: {error}") from error
