@@ -127,6 +127,19 @@ def test_built_again_it_is_the_same(
             assert list(map(again.key, range(len(again)))) == list(map(ds.key, range(len(ds))))
 
 
+@pytest.mark.parametrize(("form", "again"), [("parquet", (0, 0)), ("webdataset", (0, 4))])
+def test_a_shape_that_a_form_does_not_tell_is_said(form: str, again: tuple[int, int], tmp_path: Path) -> None:
+    types = {"fixed": "int8[*,4]", "free": "int8[*,*]"}
+    write(tmp_path / "a", [{name: np.zeros((n, 4), np.int8) for name in types} for n in (1, 0)], types)
+    said = export(tmp_path / "a", form, tmp_path / "out")
+    assert ("(0, 4) becomes (0, 0) in free" in said) == (again == (0, 0))
+    shardkit_tools.build(
+        str(tmp_path / "out"), str(tmp_path / "b"), options=ImportOptions(field_types=types), shuffle=False
+    )
+    last = shardkit.open(tmp_path / "b")[1]
+    assert (last["fixed"].shape, last["free"].shape) == ((0, 4), again)
+
+
 def test_members_have_the_names_that_webdataset_gives_them(tmp_path: Path) -> None:
     import tarfile
 

@@ -66,7 +66,6 @@ _GROUP_BYTES = 8 << 20
 _GROUP_ROWS = 1 << 16
 _PICTURES = frozenset(["jpg", "png", "gif", "tiff", "webp", "bmp"])
 
-
 Form = Literal["parquet", "jsonl", "webdataset", "hf"]
 _SUFFIXES: dict[Form, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "webdataset": ".tar", "hf": ".arrow"}
 _TOLD = {"jsonl": ("bool", "int64", "float64", "str"), "webdataset": ("int64", "str", "json", "bytes")}
@@ -435,12 +434,10 @@ def _export_samples(
     if out is None:
         raise UsageError(f"--as {form} writes files; say where: --out PATH")
     view = dataset if where is None else dataset.select(where=where)
-    schema = view.schema
-    if columns is not None:
-        names = split_names(columns)
-        for name in names:
-            view.schema.position(name)  # refuses what there is not
-        schema = Schema({name: view.schema[name] for name in names})
+    names = list(view.schema) if columns is None else split_names(columns)
+    for name in names:
+        view.schema.position(name)  # refuses what there is not
+    schema = Schema({name: view.schema[name] for name in names})
     files, nbytes = export_samples(
         view, form, out, schema=schema, file_bytes=parse_size(file_size), replace=replace
     )
@@ -453,6 +450,9 @@ def _export_samples(
     if untold:
         words = " ".join(f"--schema {shell_word(one)}" for one in untold)
         console.print_line(f"{form} does not tell all types: build it with {words}", "dim")
+    free = ", ".join(name for name, kind in schema.items() if kind.items and kind.items.shape.count(0) > 1)
+    if free and form != "webdataset":
+        console.print_line(f"{form} lists nothing of empty arrays: (0, 4) becomes (0, 0) in {free}", "dim")
 
 
 def _sums(dataset: Dataset) -> Iterator[str]:
