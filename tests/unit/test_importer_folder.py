@@ -58,6 +58,10 @@ def test_classes_can_be_switched_off(tmp_path: Path) -> None:
         ),
         ({"a.png": PNG, "metadata.csv": b"file_name\na.png", "x/metadata.jsonl": b"{}"}, r"several kinds"),
         ({"a.png": PNG, "a.txt": b"t", "c.txt": b"t"}, r"c\.txt: a sidecar without its sample"),
+        (
+            {"a.png": PNG, "annotations.json": b'{"images": [], "annotations": []}'},
+            r"annotations\.json: a sidecar .*--on-error skip.*COCO's, are read as metadata\.jsonl",
+        ),
         ({"a.png": PNG, "b.png": b""}, r"b\.png: an empty file"),
         ({"a.png": PNG, "b.png": b"<html>404</html>"}, r"b\.png: not an image \(it starts with 3c 68"),
         ({"a.png": PNG, "a.json": b"{"}, r"a\.json: not valid JSON"),

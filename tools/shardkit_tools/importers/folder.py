@@ -232,7 +232,9 @@ def _arrange(files: list[SourceFile]) -> tuple[SourceFile, ...]:
         )
     if not own:
         raise SourceError(
-            f"{files[0].path}: a sidecar without its sample; remove it, or add the file that it describes"
+            f"{files[0].path}: a sidecar without its sample, which would have the same name with another extension; "
+            "add that, or leave the sidecar out: --on-error skip, or a glob; annotations of many files in one, such "
+            "as COCO's, are read as metadata.jsonl: a line for each file, which names it as file_name"
         )
     rest = sorted((file for file in files if file is not own[0]), key=lambda file: file_suffix(file.name))
     suffixes = [file_suffix(file.name) for file in rest]
