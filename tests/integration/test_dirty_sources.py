@@ -538,6 +538,25 @@ def test_tensors_of_one_shape_keep_it(
 
 @WAYS
 @pytest.mark.parametrize("write", [pq.write_table, feather.write_feather])
+def test_parameters_of_extension_types_that_are_not_kept_are_said(
+    way: Way, write: Callable[..., None], tmp_path: Path
+) -> None:
+    """Months as pandas writes them, without pandas."""
+    period = {"ARROW:extension:name": "pandas.period", "ARROW:extension:metadata": '{"freq": "M"}'}
+    plain = {"ARROW:extension:name": "arrow.uuid", "ARROW:extension:metadata": ""}
+    schema = pa.schema(
+        [pa.field("x", pa.int64(), metadata=period), pa.field("id", pa.binary(16), metadata=plain)]
+    )
+    path = tmp_path / f"a.{'parquet' if write is pq.write_table else 'arrow'}"
+    write(pa.table({"x": [600], "id": [bytes(16)]}, schema), str(path))
+    rows, said = way(path, tmp_path / "root")
+    assert rows == [{"x": 600, "id": bytes(16)}]
+    assert 'x is int64, the storage of pandas.period, whose parameters are not kept: {"freq": "M"}' in said
+    assert "id is" not in said
+
+
+@WAYS
+@pytest.mark.parametrize("write", [pq.write_table, feather.write_feather])
 def test_class_numbers_with_other_names_in_other_files_are_said(
     way: Way, write: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -855,6 +874,14 @@ def test_an_arrow_file_after_another_is_found_whatever_their_sizes(
 
 
 @WAYS
+def test_padding_before_the_footer_of_an_arrow_file_may_have_any_size(way: Way, tmp_path: Path) -> None:
+    data = _file_of(pa.table({"x": [1, 2]}))
+    footer = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
+    (tmp_path / "a.arrow").write_bytes(data[:footer] + bytes(4096) + data[footer:])
+    assert way(tmp_path / "a.arrow", tmp_path / "root")[0] == [{"x": 1}, {"x": 2}]
+
+
+@WAYS
 def test_tables_of_lines_that_end_in_carriage_returns_are_read_in_pieces(
     way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -906,12 +933,14 @@ def test_tokens_in_no_document_are_reported(way: Way, tmp_path: Path) -> None:
     """A writer that is killed leaves tokens that its index does not list."""
     index = struct.pack("<QBQQ", 1, 8, 2, 3) + np.array([2, 1], "<i4").tobytes()
     index += np.array([0, 4], "<i8").tobytes() + np.array([0, 1, 2], "<i8").tobytes()
+    index += b"\0\1"  # the modes of multimodal data
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.idx").write_bytes(b"MMIDIDX\0\0" + index)
     (tmp_path / "in/a.bin").write_bytes(np.array([1, 2, 3, 4], "<u2").tobytes())
     rows, said = way(tmp_path / "in", tmp_path / "root", from_="tokens")
     assert [row["tokens"].tolist() for row in rows] == [[1, 2], [3]]
     assert "a.bin: 2 bytes are in no document of its index, and are left out" in said
+    assert "a.idx: its last 2 bytes are left out; multimodal data has the modes" in said
 
 
 @WAYS

@@ -19,6 +19,7 @@ import pyarrow.ipc
 
 from shardkit.errors import FormatError, SourceError
 from shardkit.formats.arrow_message import (
+    END_OF_STREAM,
     FILE_MAGIC,
     RECORD_BATCH,
     MessageHead,
@@ -49,7 +50,6 @@ from shardkit_tools.importers.tables import TASK_BYTES, Batches, TableImporter, 
 
 _SEVERAL = "data follows the end of its stream (several streams in one file?), which would be lost"
 _TAIL_BYTES = 10  # size of the footer, and magic
-_MAX_GAP_BYTES = 64  # end of the stream and padding, between the last message and the footer
 _SCAN_ROWS = 100_000  # rows whose nulls decide which fields are optional
 _INFO, SAVED_STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"
 
@@ -260,7 +260,11 @@ def _refuse_several(stream: BinaryIO, file: SourceFile) -> None:
         raise SourceError(
             f"{file.path}: not a readable Arrow file ({error}); fetch or write it again"
         ) from error
-    if not 0 <= start - end <= _MAX_GAP_BYTES:
+    stream.seek(end)
+    at, gap = end, b""  # the end of the stream, and padding
+    while at < start and not gap.strip(b"\0") and (piece := stream.read(min(start - at, TASK_BYTES))):
+        at, gap = at + len(piece), piece.replace(END_OF_STREAM, b"")
+    if end > start or gap.strip(b"\0"):
         raise SourceError(
             f"{file.path}: its footer lists messages up to byte {end}, and begins at byte {start} (several Arrow files "
             "in one?); what it does not list would be lost: split the file, or write it again as one"

@@ -67,6 +67,7 @@ from shardkit_tools.importers.source_files import lacking_columns
 _MOST_CLASSES = 2**17  # limit of a manifest
 _NUMBER = re.compile("bool|u?int(8|16|32|64)|float(16|32|64)")
 _HIVE = re.compile(r"(?:^|/)([^/=]+)=[^/]*(?=/)")  # name of a partition column, before its value
+_EXTENSION = b"ARROW:extension:"  # of the metadata of a column whose type is registered elsewhere
 _UNFIT = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 
@@ -98,6 +99,7 @@ def table_schema(
     missing = {name for name in inferred if any(name not in schema.names for schema in flat)}
     types |= {name: f"{types[name]}?" for name in missing.union(null_columns(kept, inferred))}
     source.notes.extend(_list_notes(kept, types, given))
+    source.notes.extend(_parameter_notes(kept, types, {**arrays, **given}))
     source.notes.extend(_class_notes(source, described, types))
     found = options.schema(types, source.given, names=whole.names)
     return found, _class_names([one.get("label") for one in described], found)
@@ -165,6 +167,20 @@ def _list_notes(schema: Any, types: Mapping[str, str], given: Collection[str]) -
         if types.get(column.name) == "json" and column.name not in given and is_number(item):
             notes.append(array_note(column.name, _number_name(item), depth))
     return notes
+
+
+def _parameter_notes(schema: Any, types: Mapping[str, str], known: Collection[str]) -> Iterator[str]:
+    """Yield a note for each column whose extension type has parameters that its field does not keep."""
+    for column in schema:
+        kind, said = column.type, column.metadata or {}
+        name, text = said.get(_EXTENSION + b"name", b""), said.get(_EXTENSION + b"metadata", b"")
+        if isinstance(kind, pa.ExtensionType):  # registered in this process, such as by pandas
+            name, text = kind.extension_name.encode(), kind.__arrow_ext_serialize__()
+        if column.name in types and column.name not in known and text.strip(b"{}\0"):
+            yield (
+                f"{column.name} is {types[column.name]}, the storage of {name.decode(errors='replace')}, whose "
+                f"parameters are not kept: {text[:200].decode(errors='backslashreplace')}"
+            )
 
 
 def _exported_types(schemas: Sequence[Any]) -> dict[str, str]:

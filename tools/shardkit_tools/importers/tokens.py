@@ -113,6 +113,7 @@ class DocumentIndex(NamedTuple):
     dtype: str
     start: NDArray[np.int64]  # (documents,) first byte of each document
     length: NDArray[np.int64]  # (documents,) its number of tokens
+    rest_bytes: int = 0  # bytes of the index after what is read
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -172,6 +173,11 @@ def open_documents(source: Source, options: ImportOptions) -> TokenDocuments:
             source.notes.append(
                 f"{file.name}: {rest} bytes are in no document of its index, and are left out"
             )
+        if index.rest_bytes:
+            source.notes.append(
+                f"{index_file.name}: its last {index.rest_bytes} bytes are left out; multimodal data has the modes of "
+                "its sequences there"
+            )
         sizes = np.cumsum(index.sizes)
         borders = np.searchsorted(sizes, np.arange(_TASK_BYTES, file.size, _TASK_BYTES)).tolist()
         starts = sorted({0, *borders})
@@ -214,8 +220,8 @@ def _megatron(data: bytes) -> DocumentIndex:
     at = len(_MEGATRON) + struct.calcsize("<QBQQ")
     length, at = _numbers(data, at, sequences, "<i4")
     start, at = _numbers(data, at, sequences, "<i8")
-    borders, _ = _numbers(data, at, documents, "<i8")  # followed by modes, of multimodal data
-    return _documents(_dtype(code), start, length, borders)
+    borders, at = _numbers(data, at, documents, "<i8")
+    return _documents(_dtype(code), start, length, borders)._replace(rest_bytes=len(data) - at)
 
 
 def _fairseq(data: bytes) -> DocumentIndex:
