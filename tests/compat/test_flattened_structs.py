@@ -162,7 +162,13 @@ def test_what_cannot_be_flattened_is_said(tmp_path: Path) -> None:
             {"a.b": 3, "a.c": None},
         ]
     write_lines(tmp_path / "a.jsonl", [{"counts": {f"k{n}": n for n in range(300)}}])
-    with pytest.raises(SchemaError, match=r"1 to 256 fields, got 300; --schema FIELD=json keeps"):
+    with pytest.raises(
+        SchemaError,
+        match=r"1 to 256 fields, got 300; choose .* or keep an object of many keys whole with --schema",
+    ):
         open_source(str(tmp_path / "a.jsonl"), options=flat)
+    write_lines(tmp_path / "b.jsonl", [{f"k{n}": n for n in range(300)}])
+    with pytest.raises(SchemaError, match=r"got 300; choose fields with --columns"):
+        open_source(str(tmp_path / "b.jsonl"))
     kept = ImportOptions(flatten=True, field_types={"counts": "json"})
     assert types_of(open_source(str(tmp_path / "a.jsonl"), options=kept)) == {"counts": "json"}

@@ -150,8 +150,9 @@ class ImportOptions:
         try:
             schema = Schema.parse(stored)
         except SchemaError as error:
-            whole = "; --schema FIELD=json keeps an object of many keys whole" if self.flatten else ""
-            raise SchemaError(f"{source}: {error}{_other_name(stored) or whole}") from error
+            whole = " or keep an object of many keys whole with --schema FIELD=json" * self.flatten
+            fewer = f"; choose fields with --columns FIELD,…{whole}"
+            raise SchemaError(f"{source}: {error}{_other_name(stored) or fewer}") from error
         return SourceSchema(dict(zip(types, schema.values(), strict=True))) if self.rename else schema
 
     def _check_named(self, known: list[str], source: str) -> None:
@@ -163,9 +164,7 @@ class ImportOptions:
         }
         for option, asked in named.items():
             for name in asked:
-                is_struct = option in ("--columns", "--drop") and any(
-                    self._names([name], one) for one in known
-                )
+                is_struct = option in ("--columns", "--drop") and any(self._names([name], k) for k in known)
                 if name not in known and not is_struct:
                     near = difflib.get_close_matches(name, known, n=1)
                     raise SchemaError(

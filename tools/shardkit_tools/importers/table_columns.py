@@ -96,7 +96,7 @@ def table_schema(
                 column, arrays, options, source.files[0].path
             )
     inferred = {name for name, kind in types.items() if name not in given and kind not in ("json", MIXED)}
-    missing = {name for name in inferred if any(name not in schema.names for schema in flat)}
+    missing = inferred.difference(set.intersection(*(set(schema.names) for schema in flat)))
     types |= {name: f"{types[name]}?" for name in missing.union(null_columns(kept, inferred))}
     source.notes.extend(_list_notes(kept, types, given))
     source.notes.extend(_parameter_notes(kept, types, {**arrays, **given}))
