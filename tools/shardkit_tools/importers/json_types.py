@@ -74,7 +74,7 @@ class _FieldFacts:
         if low < _MIN_INT64 or high > _MAX_UINT64:
             raise SourceError(
                 f"{where_of(values[0])}: field {name!r} is {values[0]}, which no 64-bit integer holds; write it as a "
-                "string"
+                f"string, or pass --schema {shell_word(name)}=json"
             )
         if not known.negative and low < 0:
             known = replace(known, negative=f"{low} in {where_of(low)}")

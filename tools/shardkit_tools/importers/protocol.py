@@ -21,6 +21,7 @@ from shardkit.errors import SampleError, SchemaError, ShardkitError, SourceError
 from shardkit.extras import shell_word
 from shardkit.formats import RESERVED_NAMES, FieldType, Schema
 from shardkit.formats.arrow_writing import index_array
+from shardkit.formats.schema import MAX_FIELDS
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 4096
@@ -151,7 +152,7 @@ class ImportOptions:
             schema = Schema.parse(stored)
         except SchemaError as error:
             whole = " or keep an object of many keys whole with --schema FIELD=json" * self.flatten
-            fewer = f"; choose fields with --columns FIELD,…{whole}"
+            fewer = f"; choose fields with --columns FIELD,…{whole}" * (len(stored) > MAX_FIELDS)
             raise SchemaError(f"{source}: {error}{_other_name(stored) or fewer}") from error
         return SourceSchema(dict(zip(types, schema.values(), strict=True))) if self.rename else schema
 

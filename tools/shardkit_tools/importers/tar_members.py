@@ -49,7 +49,9 @@ _REFUSED_TYPES = {
 _ADVICE = {
     b"1": "; write the tar again with tar --hard-dereference",
     b"2": "; write the tar again with tar --dereference",
+    b"S": "; write the tar again without --sparse",
 }
+_LEAVE_OUT = "; write the tar again without it"
 _REFUSED_DATA = {b"S": "a GNU sparse file", b"M": "a part of a multi-volume tar"}
 # pax records that affect neither the name nor the data of a member
 _HARMLESS_PAX = frozenset(
@@ -265,11 +267,12 @@ class _Reader:
                 continue
             if kind in _REFUSED_TYPES:
                 why = f"member {name!r} is {_REFUSED_TYPES[kind]}; only files and folders can be imported"
-                why += _ADVICE.get(kind, "")
+                why += _ADVICE.get(kind, _LEAVE_OUT)
                 size = 0
             elif kind not in _FILE_TYPES:
                 what = _REFUSED_DATA.get(kind, f"of the unknown type {kind!r}")
-                self._refuse(f"member {name!r} is {what}; only files and folders can be imported")
+                advice = _ADVICE.get(kind, _LEAVE_OUT)
+                self._refuse(f"member {name!r} is {what}; only files and folders can be imported{advice}")
             name = self._checked_name(name)
             self._need(padded(size), f"member {name!r}")
             buffer, begin, offset = self._buffer, self._next, self._at
