@@ -246,7 +246,7 @@ def _conflict(
                 f"({was} when this one was begun); nothing was replaced. This version is whole: {manifest}; to keep it "
                 "beside the other: "
                 f"shardkit tag {shell_word(repository.url)} NAME {manifest}, or the same command with another "
-                "--ref; to put it in the other's place: the same command again"
+                "--ref; the same command again puts it in the other's place, or with --append after its samples"
             )
     return error
 

@@ -61,6 +61,7 @@ def test_a_repository_of_the_hub_is_a_source(tmp_path: Path) -> None:
         assert {path.rpartition("/")[2] for _, path in served.calls if "resolve" in path} == {
             "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
         }  # fmt: skip
+        assert not [path for _, path in served.calls if "/resolve/main/" in path], "main may move meanwhile"
         served.fails.add("data/train-00000-of-00001.parquet")
         code, broken = build(served.url, tmp_path, train, tmp_path / "none")
         assert code == 1

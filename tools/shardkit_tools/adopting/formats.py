@@ -26,7 +26,6 @@ from shardkit_tools.importers.mds import MdsImporter
 from shardkit_tools.importers.numpy_archives import ArchiveImporter
 from shardkit_tools.importers.numpy_arrays import NumpyImporter
 from shardkit_tools.importers.protocol import FileImporter, ImportOptions, Source, SourceFile
-from shardkit_tools.importers.remote_files import pinned_url
 from shardkit_tools.importers.source_files import file_suffix, is_url
 from shardkit_tools.importers.source_kinds import choose_kind, list_source, open_listed
 from shardkit_tools.importers.tables import ParquetImporter, TableImporter
@@ -81,7 +80,7 @@ def find_files(given: Sequence[str | os.PathLike[str]], options: ImportOptions) 
 
 
 def _list_source(given: str, options: ImportOptions) -> Source:
-    source = list_source(pinned_url(given), skip=options.skip_bad_rows, follow_links=options.follow_links)
+    source = list_source(given, skip=options.skip_bad_rows, follow_links=options.follow_links)
     for file in source.files:
         if is_url(file.path):
             split_url(file.path)  # refuses credentials: the URL is recorded

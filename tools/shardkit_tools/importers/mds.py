@@ -364,7 +364,8 @@ def _field_type(encoding: str, example: bytes, where: str) -> str:
     name, _, settings = encoding.partition(":")
     if name == "pkl":
         raise SourceError(
-            f"{where}: a pickle can run any code when it is loaded, so it is never read; write it as json"
+            f"{where}: a pickle can run any code when it is loaded, so it is never read; write it as json, or leave it "
+            "out with --drop"
         )
     if _SCALAR.fullmatch(name):
         return name

@@ -312,10 +312,10 @@ def list_source(source: str, *, skip: bool = False, follow_links: bool = False) 
     notes: list[str] = []
     source = unquote(source[7:]) if source.lower().startswith("file:///") else source
     if is_url(source):
-        from shardkit_tools.importers.remote_files import list_url
+        from shardkit_tools.importers.remote_files import list_url, pinned_url
 
         choose = functools.partial(_choose, source, left_out)
-        listed, is_single_file = list_url(source, choose, left_out, skip=skip)
+        listed, is_single_file = list_url(pinned_url(source), choose, left_out, skip=skip)
         return Source(source, _sort(listed), is_single_file, left_out=left_out)
     if os.path.isdir(source):
         found = _walk(source, left_out, notes, skip=skip, follow_links=follow_links)
