@@ -222,6 +222,8 @@ def _cast(column: Any, kind: FieldType, name: str, where: str) -> Any:
     target = arrow_type(kind)
     if is_string(column.type) and is_number(target):
         return typed_cells(column, kind)
+    if pa.types.is_boolean(target) and is_number(column.type) and column.type != target:
+        return None  # pyarrow would make any number other than 0 true
     try:
         if kind.logical is None and pa.types.is_temporal(column.type) and pa.types.is_integer(target):
             column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())
