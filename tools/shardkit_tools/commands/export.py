@@ -65,7 +65,6 @@ from shardkit_tools.options import argument, option
 _GROUP_BYTES = 8 << 20
 _GROUP_ROWS = 1 << 16
 _PICTURES = frozenset(["jpg", "png", "gif", "tiff", "webp", "bmp"])
-
 Form = Literal["parquet", "jsonl", "webdataset", "hf"]
 _SUFFIXES: dict[Form, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "webdataset": ".tar", "hf": ".arrow"}
 _TOLD = {"jsonl": ("bool", "int64", "float64", "str"), "webdataset": ("int64", "str", "json", "bytes")}
