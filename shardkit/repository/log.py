@@ -421,6 +421,10 @@ def parse_dataset_url(url: str | os.PathLike[str]) -> tuple[str, str | None]:
     else:
         root, found = folder + slash + name, ref
         if DIGEST.fullmatch(ref) is None:
+            if ref.startswith("sha256:"):
+                raise UsageError(
+                    f"version {shown(ref)}: expected all 64 hex digits of the id; whole ids: shardkit ls ROOT --json"
+                )
             check_ref_name(ref)
     if not root:
         raise UsageError(f"dataset {text!r} has no root: expected ROOT or ROOT@REF, such as data/cats@val")

@@ -218,6 +218,7 @@ def test_the_file_of_an_adopted_sample_is_named(tmp_path: Path) -> None:
     for root, number, file, row in (("folder", 0, first, 0), ("table", 5, last, 2)):
         ds = shardkit.open(tmp_path / root)
         assert sample_lineage(ds, number)["source"] == {"name": file, "row": row, "sha256": None}
+        assert f"shardkit export {tmp_path / root}@main --as urls" in typed("show", tmp_path / root)[1]
 
 
 def test_splits_and_two_folders_are_refused_with_the_way_on(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import shardkit
 from shardkit.dataset import Dataset
 from shardkit.dataset.about import about_of
 from shardkit.errors import UsageError
-from shardkit.extras import install_command, installed, optional_packages
+from shardkit.extras import install_command, installed, optional_packages, shell_word
 from shardkit.manifest import Manifest, ShardTable
 from shardkit.reading.inventory import read_root
 from shardkit.repository.log import LogEntry, first_commit
@@ -179,7 +179,9 @@ def _print_facts(document: Mapping[str, Any]) -> None:
     largest = bytes_text(shards["largest_block_bytes"])
     said = f": {commit['message']}" if commit and commit["message"] else ""
     lookups = ", ".join(f"{one['field']} ({bytes_text(one['bytes'])})" for one in document["lookups"])
-    console.print_line(f"{document['root']}@{document['ref']}", "bold")
+    version = f"{document['root']}@{document['ref']}"
+    is_adopted = document["build"].get("source", {}).get("importer") == "adopt"
+    console.print_line(version, "bold")
     console.print_facts([
         ("id", document["id"]),
         ("samples", f"{count_text(samples)}{selected}"),
@@ -188,6 +190,7 @@ def _print_facts(document: Mapping[str, Any]) -> None:
         ("shards", f"{count_text(shards['count'])} of {sizes}"),
         ("blocks", f"{count_text(shards['blocks'])} of up to {block_rows} rows, {largest}"),
         ("committed", f"{time_text(commit['time'])} UTC, number {commit['n']}{said}" if commit else None),
+        ("files", f"adopted; list them: shardkit export {shell_word(version)} --as urls" if is_adopted else None),
         ("made from", document["parent"]),
         *(("part", f"{part['name']} {part['id']}") for part in document["parts"]),
         *(
