@@ -187,12 +187,16 @@ def makes_tensors(wanted: bool | None, *, on_device: bool) -> bool:
 def to_tensors(batch: Batch, *, pin: bool = False) -> Batch:
     """Turn the arrays of a batch into torch tensors that share their memory, or into pinned copies.
 
-    Lists stay lists. The program must have imported torch.
+    Lists stay lists, and arrays of a type that torch lacks (text, times, objects) become lists of their rows. The
+    program must have imported torch.
     """
     torch = sys.modules["torch"]
 
     def tensor(array: NDArray[Any]) -> Any:
-        made = torch.from_numpy(array)
+        try:
+            made = torch.from_numpy(array)
+        except TypeError:
+            return list(array)
         return (
             made.pin_memory() if pin else made
         )  # torch reuses a pinned block after the copies from it are done

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
+from pickle import PicklingError
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -228,6 +229,16 @@ class RowWork:
             rows = [row for piece in pieces for row in piece.result()]
         except BrokenExecutor as error:
             raise _death_error(step) from error
+        except (
+            AttributeError,
+            PicklingError,
+            RuntimeError,
+            TypeError,
+        ) as error:  # failures of rows are results
+            raise RunError(
+                f"results of the transform for step {step} cannot be sent from its process: {error}; return plain "
+                "values and arrays"
+            ) from error
         if not isinstance(self._workers, ThreadPoolExecutor):
             for name, array in into.items():
                 for position, row in enumerate(rows):

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shardkit.errors import ConfigurationError
+from shardkit.errors import ConfigurationError, RunError
 from shardkit.formats import FieldType, Schema, sha256_digest
 from shardkit.loader.global_generators import GeneratorWatch, work_seeded
 from shardkit.plan import Place, Population
@@ -342,32 +342,41 @@ def columns_of_rows(like: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
 
 
 def check_fields(result: object, function: str) -> None:
-    """Raise ConfigurationError unless the result of a user's function is a mapping."""
+    """Raise ConfigurationError unless the result of a user's function is a mapping without the names of batches."""
     if not isinstance(result, Mapping):
         raise ConfigurationError(
             f"{function} returned {shown(result)}: a mapping of field to value is expected"
         )
+    for name in ("step", "samples"):
+        if name in result:
+            raise ConfigurationError(
+                f"{function} returned a field {name!r}, which is reserved for batches; call it {name}_"
+            )
 
 
 def stack_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Turn rows into columns: numbers and arrays of equal shape are stacked, other values become a list."""
     if not samples:
         return {}
-    return {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
+    return {name: _stack(name, [sample[name] for sample in samples]) for name in samples[0]}
 
 
-def _stack(values: list[Any]) -> Any:
-    first = values[0]
-    if hasattr(first, "__array__") and not isinstance(first, np.ndarray):
-        values = [np.asarray(value) for value in values]
-        first = values[0]
+def _stack(name: str, values: list[Any]) -> Any:
     if any(value is None for value in values):
         return values
-    if isinstance(first, np.ndarray):
-        same = all(v.shape == first.shape and v.dtype == first.dtype for v in values)
-        return np.stack(values) if same else values
-    if isinstance(first, (bool, int, float, np.generic)):
-        return np.array(values)
+    if all(isinstance(value, (bool, int, float, np.generic)) for value in values):
+        column = np.array(values)
+        return values if column.dtype.kind in "OUS" else column  # integers above 64 bits, text
+    try:
+        values = [np.asarray(value) if hasattr(value, "__array__") else value for value in values]
+    except (TypeError, RuntimeError) as error:
+        raise RunError(
+            f"the transform returned tensors of field {name!r} that numpy cannot hold: {error}; return arrays, or "
+            "dense tensors of the CPU without gradients and of another type than bfloat16"
+        ) from error
+    first = values[0]
+    if all(isinstance(v, np.ndarray) and v.shape == first.shape and v.dtype == first.dtype for v in values):
+        return np.stack(values)
     return values
 
 

@@ -316,6 +316,8 @@ class DataLoader(TorchDataLoader[Any]):
             raise UsageError(
                 f"shardkit.torch.DataLoader takes the result of shardkit.torch.dataset(ds, plan), got {dataset!r}"
             )
+        if settings.get("in_order") is False:
+            raise UsageError("in_order=False is not for a plan, whose batches come in order: leave it out")
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
             if settings.pop(name, None) not in (None, False):
                 raise UsageError(f"{name}= is decided by the plan: pass it to ds.plan(…), or leave it out")
@@ -323,9 +325,10 @@ class DataLoader(TorchDataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Iterate from the position to the end of its epoch."""
-        if self.num_workers == 0:
-            return super().__iter__()
         data = self.dataset
+        if self.num_workers == 0:
+            batches = super().__iter__()  # begins the loop
+            return _Loop(data, batches, data._next_steps())  # noqa: SLF001
         if self._iterator is not None and not all(
             one.is_alive() for one in getattr(self._iterator, "_workers", ())
         ):
@@ -379,7 +382,12 @@ class _Loop(Iterator[Any]):
         if not self._steps:
             next(self._batches, None)  # workers end, or wait for the next loop
             raise StopIteration
-        step, batch = self._steps.start, next(self._batches)
+        step = self._steps.start
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            data._position = step  # noqa: SLF001  a `collate_fn` failed, and the trainer has no batch
+            raise
         found = _step_of(batch, default=step)
         if found != step:
             raise StateError(

@@ -243,6 +243,25 @@ def test_stateful_data_loader_resumes(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_whose_collation_fails_is_delivered_again(ds: shardkit.Dataset, workers: int) -> None:
+    broken = torch.ones(1).share_memory_()
+
+    def collate(batch: Any) -> int:
+        if batch.step == 1 and broken:
+            raise ArithmeticError("not yet")
+        return int(batch.step)
+
+    loader = shardkit.torch.DataLoader(_data(ds), num_workers=workers, collate_fn=collate)
+    batches = iter(loader)
+    assert next(batches) == 0
+    with pytest.raises(ArithmeticError, match="not yet"):
+        next(batches)
+    assert loader.state_dict()["step"] == 1
+    broken[0] = 0
+    assert list(loader) == list(range(1, STEPS))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", [TorchDataLoader, "torchdata"])
 def test_a_batch_size_is_refused(ds: shardkit.Dataset, workers: int, kind: Any) -> None:
     if kind == "torchdata":
@@ -253,6 +272,8 @@ def test_a_batch_size_is_refused(ds: shardkit.Dataset, workers: int, kind: Any) 
             next(iter(kind(_data(ds), num_workers=workers, **more)))
     with pytest.raises(UsageError, match="batch_size= is decided by the plan"):
         shardkit.torch.DataLoader(_data(ds), batch_size=4)
+    with pytest.raises(UsageError, match="in_order=False is not for a plan"):
+        shardkit.torch.DataLoader(_data(ds), num_workers=workers, in_order=False)
     with pytest.raises(UsageError, match=r"takes the result of shardkit\.torch\.dataset"):
         shardkit.torch.DataLoader(ds)  # type: ignore[arg-type]
 

@@ -185,6 +185,14 @@ def _generates(*_: Any) -> Any:
     yield 1
 
 
+def _step(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"step": 1}
+
+
+def _with_gradients(_: Any) -> dict[str, Any]:
+    return {"f": torch.ones(2, requires_grad=True) * 2}
+
+
 def _one_more(sample: dict[str, Any]) -> dict[str, Any]:
     return sample | ({"more": 1} if sample["i"] % 2 else {})
 
@@ -199,6 +207,9 @@ def _breaks(*_: Any) -> Any:
     [({"transform": _none}, r"sample \d+.*returned None: a mapping of field to value"),
      ({"transform": _one_more}, r"s(, more)? for sample \d+.* and x, i, s(, more)? for sample \d+.*of the same batch"),
      ({"transform": _generates}, r"sample \d+.*returned <generator object .*: a mapping of field to value"),
+     ({"transform": _step}, r"sample \d+.*returned a field 'step', which is reserved for batches; call it step_"),
+     ({"transform": _with_gradients},
+      "(returned tensors of field 'f' that numpy cannot hold|cannot be sent from its process): .*; return"),
      ({"transform": _breaks}, r"the transform failed on sample \d+.*: KeyError: 'nothing'"),
      ({"transform": _none, "batch_transform": _breaks}, "the transform failed on sample"),
      ({"transform": _plus_one, "batch_transform": _breaks},
@@ -212,6 +223,33 @@ def test_functions_that_fail_are_named_with_their_sample_or_step(
         for _ in range(2):
             with pytest.raises(RunError, match=message):
                 next(iter(loader))
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize(
+    ("odd", "even", "kind"),
+    [(1, 2.5, "float64"), (np.float32(1), np.float64(2), "float64"), (torch.ones(2), np.ones(2, np.float32), "float32"),
+     (1, "a", "list"), (1, [1, 2], "list"), (torch.ones(2), None, "list"), (2**70, 1, "list"),
+     (np.str_("a"), np.str_("b"), "list"), (np.datetime64("2026-01-01"),) * 2 + ("datetime64",),
+     (np.array([None, 1]),) * 2 + ("object",)],
+)  # fmt: skip
+def test_values_of_transforms_are_stacked_or_stay_as_they_are(
+    ds: shardkit.Dataset, odd: Any, even: Any, kind: str, tensors: bool
+) -> None:
+    plan = ds.plan(global_batch=8, lanes=4, seed=0)
+    with ds.loader(
+        plan, rank=0, world=1, tensors=tensors, transform=lambda s: {"f": odd if s["i"] % 2 else even}
+    ) as loader:
+        batch = next(iter(loader))
+    if kind == "list" or (tensors and not kind.startswith("float")):
+        assert type(batch["f"]) is list
+        for number, value in zip(batch["samples"].tolist(), batch["f"], strict=True):
+            given = odd if ds[number]["i"] % 2 else even
+            assert type(value) is type(given)
+            np.testing.assert_array_equal(value, given)
+    else:
+        assert kind in str(batch["f"].dtype)
+        assert len(batch["f"]) == 8
 
 
 def test_a_transform_that_no_process_can_import_is_refused(ds: shardkit.Dataset) -> None:
