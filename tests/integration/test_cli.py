@@ -5,6 +5,7 @@ import inspect
 import io
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -558,6 +559,17 @@ def test_a_reader_that_goes_away_is_no_error(built: Path, command: str, buffered
     done = subprocess.run(words, env=environment, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize(
+    ("output", "code", "told"),
+    [("/dev/full", 1, "shardkit: the output cannot be written: No space left on device\n"), ("&-", 0, "")],
+)
+def test_output_that_cannot_be_written_is_no_bug(built: Path, output: str, code: int, told: str) -> None:
+    words = f"{shlex.join([*PROGRAM, 'show', str(built)])} >{output}"
+    done = subprocess.run(["sh", "-c", words], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, told)
 
 
 def test_output_is_text(tmp_path: Path) -> None:

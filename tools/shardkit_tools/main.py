@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import importlib.util
@@ -40,6 +41,7 @@ _OF_ALL_COMMANDS: Final = (
     "--timeout SECONDS",
     f"Give up on a store that has not answered within this time ({FIRST_CONTACT_S:g} s).",
 )
+_OUTPUT_ERRORS: Final = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _WIDEST = 100
 _TERM_WIDEST = 28
 
@@ -162,10 +164,16 @@ class _Program(GroupPage):
                 sys.stdout.flush()  # Python's own flush at the end of the process would print an exception
         except KeyboardInterrupt as interrupt:
             _fail(str(interrupt) or "interrupted", exit_code(interrupt))
-        except BrokenPipeError:
-            # The reader of stdout closed the pipe. /dev/null prevents a second error at the flush on exit.
+        except ShardkitError:  # a StoreError is an OSError, of another file
+            raise
+        except OSError as error:
+            if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+                raise
+            # Standard output has no reader, or no room. /dev/null prevents a second error at the flush on exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(141) from None
+            if error.errno == errno.EPIPE:
+                raise SystemExit(141) from None
+            _fail(f"the output cannot be written: {error.strerror}", ExitCode.FAILED)
 
 
 def make_app(only: str | None = None) -> typer.Typer:
@@ -233,6 +241,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     # Most objects are of imported modules and live to the end: searching them for garbage again and again took a tenth
     # of a short command.
     gc.set_threshold(20_000, 20, 50)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller: no file of a dataset may get its descriptor
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = None
     log = logging.getLogger("shardkit")
