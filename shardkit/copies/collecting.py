@@ -111,6 +111,7 @@ def collect(
     Raises:
         UsageError: An erasure or another deletion is under way.
         IntegrityError: The log of a copy has entries that the root's lacks.
+        NotFoundError: The log has no entry, although manifests are stored.
         StoreError: A location does not answer, so that its log cannot be compared.
     """
     work = Collector(repository, report)
@@ -122,11 +123,17 @@ def collect(
     if delete:
         work.check_logs()
         work.finish_killed(grace_s)
-    before = repository.head().deletion
+    head = repository.head()
+    before = head.deletion
     reading = Repository.open(repository.url, read_only=True)
     now = time.time()
     live = mark_live(reading, repository.newest_commits(), now - history_s, done.lost_versions)
     listed = work.list_objects()
+    if not head.n and any(name.endswith(".manifest") for name in listed):
+        raise NotFoundError(
+            f"{repository.url}: the log has no entry, but manifests are stored, so nothing was deleted; if the log was "
+            "lost, restore log/ from a backup; if a first build was interrupted, run it again"
+        )
     garbage = {name for name in listed if _is_ours(name)} - live
     done.live, done.garbage = len(listed) - len(garbage), len(garbage)
     # A mark in the future, from a clock that was ahead, would keep garbage for ever, so it is replaced.

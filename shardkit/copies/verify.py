@@ -173,6 +173,13 @@ class _Verifier:
         """Check log and locations, and set `versions` from the newest good entry."""
         store = repository.store
         newest = self._check_log(store, repository.id)
+        if newest is NO_COMMIT and any(one.endswith(".manifest") for one in store.list_after("objects/")):
+            self.findings.append(
+                Finding(
+                    LOG_FOLDER, "an entry for a manifest that is stored", "no entry",
+                    "restore log/ from a backup, unless a first build is about to commit", is_damage=False,
+                )
+            )  # fmt: skip
         if own_name(store) == ROOT_NAME:
             table = self._check_spare(store, repository.id, newest.locations) or newest.locations
             # an old copy, or one that does not answer, is no damage of the root

@@ -223,7 +223,7 @@ def bad_network(request: Request) -> Fault | None:
 def test_sixteen_writers_through_lost_answers(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    turns = drill_count(50)
+    turns = drill_count(20)
     root = f"{server.scheme}://{BUCKET}/{uuid.uuid4().hex}"
     with FaultProxy(server.endpoint) as proxy:
         for name, value in server.environment(proxy.endpoint).items():

@@ -450,6 +450,16 @@ def test_verify_finds_a_damaged_log_and_goes_on(dataset: Path) -> None:
     assert "its digest is" in err
 
 
+def test_a_log_that_is_gone_is_no_empty_one(dataset: Path) -> None:
+    before = {path for path in dataset.glob("objects/**/*") if path.is_file()}
+    shutil.rmtree(dataset / "log")
+    assert "no entry" in output_of("verify", dataset, code=3)
+    for _ in range(2):
+        told = output_of("gc", dataset, "--delete", "--grace", "0s", "--history", "0s", code=1)
+        assert "the log has no entry, but manifests are stored, so nothing was deleted" in told
+    assert {path for path in dataset.glob("objects/**/*") if path.is_file()} == before
+
+
 def test_verify_samples_repeatably(tmp_path: Path) -> None:
     with shardkit.create(tmp_path / "d", {"x": "bytes"}, shard_size=4096) as writer:
         for number in range(200):

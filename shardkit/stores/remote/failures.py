@@ -181,6 +181,7 @@ def _short(error: BaseException, text: str) -> str:
         ("retrieving credentials", "the service that issues credentials gave none"),
         ("config profile", "there is no such AWS profile (AWS_PROFILE)"),
         ("config file", "the AWS configuration file is unusable"),
+        ("non-partial", "the server sends whole objects where a range is asked for"),
         ("timed out", "timed out"),
         ("kind: timeout", "timed out"),
         ("read timeout", "timed out"),
