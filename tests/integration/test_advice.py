@@ -179,10 +179,10 @@ def test_a_command_that_an_error_names_works_in_a_folder_with_a_space(tmp_path: 
 
 
 @pytest.mark.parametrize("command", ["build", "adopt"])
-@pytest.mark.parametrize(("root", "ref"), [("a b", "main"), ("home@work", "main"), ("home@work", "val")])
+@pytest.mark.parametrize(("root", "ref"), [("a b", "main"), ("home@work/", "main"), ("home@work/", "val")])
 def test_the_command_that_is_named_next_works(command: str, root: str, ref: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x\n1\n")
-    said = output_of(command, tmp_path / "a.csv", tmp_path / root, "--ref", ref)
+    said = output_of(command, tmp_path / "a.csv", f"{tmp_path}/{root}", "--ref", ref)
     program, *arguments = shlex.split(said.partition("next: ")[2])
     assert program == "shardkit"
     output_of(*arguments)
