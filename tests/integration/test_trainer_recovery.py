@@ -29,18 +29,20 @@ ENDLESS = {"run.steps": 1_000_000, "checkpoint.every": 1_000_000}
 
 @pytest.mark.drill
 @pytest.mark.parametrize(
-    ("nproc", "asked"), drill_cases([(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)], [2])
+    ("nproc", "asked"),
+    drill_cases([(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM), (1, signal.SIGHUP)], [2, 3]),
 )
 def test_the_command_passes_a_signal_on_and_all_ranks_save_and_end(
     tmp_path: Path, numbers: str, nproc: int, asked: signal.Signals
 ) -> None:
-    """All are processes as users start them."""
+    """All are processes as users start them; under nohup, the end of the terminal changes nothing."""
     run = tmp_path / "run"
     (tmp_path / "run.toml").write_text("")
     command = [str(Path(sys.executable).with_name("shardkit")), "train", str(tmp_path / "run.toml")]
     settings = arguments_of(histogram_settings(run, numbers, **ENDLESS))
+    is_ignored = asked == signal.SIGTERM
     process = subprocess.Popen(
-        [*command, *settings, "--nproc", str(nproc)],
+        [*(["nohup"] if is_ignored else []), *command, *settings, "--nproc", str(nproc)],
         env={**os.environ, "PYTHONPATH": MODULES},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -48,6 +50,10 @@ def test_the_command_passes_a_signal_on_and_all_ranks_save_and_end(
     said = ""
     while "step 3/" not in said:
         said += process.stdout.readline()
+    if is_ignored:
+        process.send_signal(signal.SIGHUP)
+        while "step 30/" not in said:
+            said += process.stdout.readline()
     process.send_signal(asked)
     said += process.communicate(timeout=300)[0]
     assert process.returncode == 130, said

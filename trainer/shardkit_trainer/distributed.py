@@ -233,14 +233,19 @@ LAUNCHER = "SHARDKIT_LAUNCHER"
 
 @contextmanager
 def on_stop_signals(handler: Callable[[int, object], None], *, ending: bool = False) -> Iterator[None]:
-    """Send SIGTERM and SIGINT to ``handler`` inside the context; outside the main thread, do nothing.
+    """Send SIGTERM, SIGINT and SIGHUP to ``handler`` inside the context; outside the main thread, do nothing.
+
+    SIGHUP, which a terminal sends when it is closed, stays ignored under nohup.
 
     Args:
         handler: called with the signal's number and the frame.
-        ending: ignore both signals afterwards. The process ends next, and its exit code must show how training ended.
+        ending: ignore these signals afterwards. The process ends next, and its exit code must show how training ended.
     """
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT) if main}
+    stops = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        stops.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in stops if main}
     try:
         yield
     finally:

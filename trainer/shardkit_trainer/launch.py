@@ -20,6 +20,8 @@ RANK_ENVIRONMENT: Mapping[str, str] = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # torch's C++ prints a stack for every access to a store that ended with its rank; ranks report it in one line
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # the agent's other signals are those of `on_stop_signals`; torch's would end a run under nohup with its terminal
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     # torch's loggers read their level here; the agent prints each failure in one line
     "LOGLEVEL": "CRITICAL",
 }
@@ -37,8 +39,8 @@ def launch(
 ) -> int:
     """Train with ``nproc`` ranks on this machine, alone or together with other machines.
 
-    SIGTERM and SIGINT to this process are passed on: ranks finish the current step, save and end. The ranks of other
-    machines save too, and continue without this machine if at least MIN machines are left.
+    SIGTERM, SIGINT and SIGHUP to this process are passed on: ranks finish the current step, save and end. The ranks of
+    other machines save too, and continue without this machine if at least MIN machines are left.
 
     Args:
         path: TOML file or run.json with the settings; None: overrides only.
