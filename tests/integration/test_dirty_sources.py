@@ -537,6 +537,28 @@ def test_tensors_of_one_shape_keep_it(
 
 
 @WAYS
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (pa.array([{"bytes": b"a", "path": "a.png"}]), pa.array([b"b"]), [b"a", b"b"]),
+        (
+            pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
+            pa.array([{"a": 2}]),
+            [{"a": 1}, {"a": 2}],
+        ),
+    ],
+    ids=["files", "objects"],
+)
+def test_columns_of_one_field_type_need_no_common_type_of_arrow(
+    way: Way, one: Any, other: Any, expected: list[object], tmp_path: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name, column in (("0", one), ("1", other)):
+        pq.write_table(pa.table({"x": column}), tmp_path / f"in/{name}.parquet")
+    assert [row["x"] for row in way(tmp_path / "in", tmp_path / "root")[0]] == expected
+
+
+@WAYS
 @pytest.mark.parametrize("write", [pq.write_table, feather.write_feather])
 def test_parameters_of_extension_types_that_are_not_kept_are_said(
     way: Way, write: Callable[..., None], tmp_path: Path

@@ -303,7 +303,8 @@ def _common_field(known: Any, other: Any) -> Any:
         schemas = [pa.schema([one]) for one in plain]
         found = pa.unify_schemas(schemas, promote_options="permissive").field(0)
     except pa.ArrowException:
-        return None
+        # bytes, and the structs that Hugging Face stores files as; structs and maps
+        return known if type_text(known.type) == type_text(other.type) is not None else None
     if pa.types.is_timestamp(found.type) and found.type.unit == "ns":
         return found.with_type(pa.timestamp("us", found.type.tz))  # nanoseconds end in the year 2262
     return found
