@@ -134,6 +134,14 @@ def test_workflows_name_files_that_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+def test_the_free_threaded_workflow_installs_what_shardkit_needs() -> None:
+    """It installs packages one by one, because zstandard has no wheel for it."""
+    text = (ROOT / ".github" / "workflows" / "free-threaded.yml").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {re.split(r"[>=]", one)[0] for one in project["dependencies"]}
+    assert needed - {"zstandard"} <= set(" ".join(re.findall("pip install (.*)", text)).split())
+
+
 RUN = """
 [run]
 directory = "runs/mine"
