@@ -230,7 +230,7 @@ def number_of(wanted: object, count: int, call: str) -> int:
         UsageError: It is not an integer.
         SampleIndexError: It is out of range.
     """
-    if isinstance(wanted, bool):
+    if _is_mask(wanted):  # older numpy and torch take a truth for the number 1
         raise _refusal(wanted, count, call)
     try:
         number = operator.index(wanted)  # type: ignore[arg-type]

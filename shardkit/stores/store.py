@@ -484,11 +484,7 @@ def place_text(place: object, what: str) -> str:
 
 
 def absolute_path(place: str | os.PathLike[str]) -> str:
-    """Return a path as an absolute one.
-
-    Raises:
-        NotFoundError: The path is relative, and the current folder was removed.
-    """
+    """Return a path as an absolute one, or raise NotFoundError: it is relative, and the current folder was removed."""
     try:
         return os.path.abspath(place)
     except FileNotFoundError:

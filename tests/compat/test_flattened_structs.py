@@ -106,7 +106,8 @@ def test_one_is_kept_whole_taken_or_left_out(tmp_path: Path, name: str) -> None:
     whole = opened(field_types={"meta.author": "json?"}, columns=("id", "meta.author"))
     assert types_of(whole) == {"id": "int64", "meta.author": "json?"}
     assert rows_of(whole) == [{"id": row["id"], "meta.author": member(row, "meta.author")} for row in ROWS]
-    assert list(opened(columns=("meta.author",)).schema) == ["meta.author.name", "meta.author.born"]
+    # pyarrow before 24 sorts the members of a struct
+    assert set(opened(columns=("meta.author",)).schema) == {"meta.author.name", "meta.author.born"}
     assert list(opened(drop=("meta",)).schema) == ["id"]
     renamed = opened(columns=("meta.author.name",), rename={"meta.author.name": "author"})
     assert rows_of(renamed) == [{"author": row["meta.author.name"]} for row in WANTED]
@@ -132,7 +133,7 @@ def test_the_command_and_the_message_that_names_it(tmp_path: Path) -> None:
     assert types_of(ds) == {"s.raw": "json", "s.in.at": "float64?", "s.in.blob": "bytes?", "photo": "bytes"}
     first = {"s.raw": ["eA=="], "s.in.at": 1.5, "s.in.blob": b"y", "photo": b"jpg"}
     second = {"s.raw": None, "s.in.at": None, "s.in.blob": None, "photo": b"jpg"}
-    assert sorted(map(str, map(dict, ds))) == sorted(map(str, [first, second]))
+    assert sorted(map(dict, ds), key=str) in ([first, second], [second, first])
 
 
 def test_maps_stay_whole_and_pandas_names_members_alike(tmp_path: Path) -> None:

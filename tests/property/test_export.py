@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -111,6 +112,8 @@ def test_built_again_it_is_the_same(
         for name, text in TYPES.items()
         if name in fields and not text.startswith(UNFIT.get(form, "-"))
     }
+    if form == "parquet" and int(pa.__version__.partition(".")[0]) < 26:
+        types.pop("vector", None)  # which pyarrow before 26 writes and cannot read if it is missing
     samples = [{name: sample[name] for name in types} for sample in [FULL, *samples]]
     with TemporaryDirectory() as folder:
         base = Path(folder)
@@ -327,8 +330,6 @@ def test_what_is_there_stays_unless_asked(pictures: str, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_memory_holds_some_blocks_and_never_all(tmp_path: Path) -> None:
     import tracemalloc
-
-    import pyarrow as pa
 
     from shardkit_tools.commands.export import Form, export_samples
 

@@ -213,6 +213,13 @@ def test_what_is_no_number_is_refused(
             ds.select(rows=wanted if isinstance(wanted, list | np.ndarray) else [wanted])
 
 
+def test_a_truth_of_torch_is_no_number(datasets: dict[str, shardkit.Dataset]) -> None:
+    """`operator.index` takes it for 1."""
+    torch = pytest.importorskip("torch")
+    with pytest.raises(UsageError, match="flatnonzero"):
+        datasets["tar none"][torch.tensor(True)]
+
+
 def test_numbers_outside(datasets: dict[str, shardkit.Dataset]) -> None:
     ds = datasets["view"]
     for wanted in (len(ds), -len(ds) - 1, 2**70, [0, len(ds)], [-len(ds) - 1], np.array([2**63], np.uint64),

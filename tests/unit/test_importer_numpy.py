@@ -233,7 +233,7 @@ class TestArchives:
             ({"a": np.zeros((0, 2))}, "the array has no rows"),
             ({}, "holds no array"),
         ):
-            np.savez(path, allow_pickle=True, **arrays)
+            np.savez(path, **arrays)
             with pytest.raises(SourceError, match=message):
                 open_source(str(path))
         path.write_bytes(b"no archive")

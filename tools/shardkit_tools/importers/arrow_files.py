@@ -161,7 +161,7 @@ def _first_batches(source: Source, *, skip: bool) -> Iterator[Any]:
                 continue
             batch, _ = found
             yield batch
-            rows, size = rows + batch.num_rows, size + batch.nbytes
+            rows, size = rows + batch.num_rows, size + batch.get_total_buffer_size()
             if rows >= _SCAN_ROWS or size >= TASK_BYTES:
                 return
 

@@ -303,9 +303,11 @@ def read_groups(
                 _check_int96(batch, next(fine), file)
             yield batch
     except (pa.ArrowException, OSError) as error:
+        advice = "fetch or write it again"
+        if "lists to be of size" in str(error):
+            advice += "; if it has missing arrays of a fixed size, pyarrow 26 and later read them"
         raise SourceError(
-            f"{file.path}: row groups {groups.start} to {groups.stop - 1} cannot be read ({error}); fetch or "
-            "write it again"
+            f"{file.path}: row groups {groups.start} to {groups.stop - 1} cannot be read ({error}); {advice}"
         ) from error
 
 
