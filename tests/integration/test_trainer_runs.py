@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,11 @@ def test_killed_and_resumed_on_other_worlds_consumes_exactly_the_plan(
     assert again.returncode == 0, again.stderr
     assert "resumed at step 30" in again.stdout
     assert checkpoint_names(run)[-1] == "step-000000000030"
+
+    shutil.rmtree(run / "checkpoints")
+    anew = fork_trainer(1, settings)
+    assert anew.returncode == 0, anew.stderr
+    assert "begins again at step 0: no checkpoint is left, and the run had taken step 29" in anew.stdout
 
 
 def test_nonfinite_gradients_end_the_run_or_are_skipped(

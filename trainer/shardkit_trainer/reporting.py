@@ -38,7 +38,9 @@ class Cost:
     def __init__(self, config: LogConfig, metrics: Path):
         self._config, self._since = config, time.monotonic()
         self.totals: dict[str, float] = {"rank_seconds": 0.0, "samples": 0, "bytes_moved": 0}
-        before = last_record(metrics).get("total", {})
+        last = last_record(metrics)
+        self.taken = last.get("step")  # the last step before this start; None for a new run
+        before = last.get("total", {})
         self.totals |= {name: before[name] for name in self.totals if name in before}
         self._bytes_seen = 0
 

@@ -129,8 +129,8 @@ class _Run:
         self.checkpointer = Checkpointer(
             directory.store, world, config, self._checkpoint_event, data.abandoned_checkpoints
         )
-        self._resume()
         self.cost = Cost(config.log, directory.path / "metrics" / "train.jsonl")
+        self._resume()
         directory.event("start", step=self.step, steps=self.steps, ranks=world.size)
 
     def _checkpoint_event(self, kind: str, **details: Any) -> None:
@@ -160,6 +160,11 @@ class _Run:
         self.step = meta["step"] if meta is not None else 0
         self._open_loader()
         if meta is None:
+            if self.cost.taken is not None:
+                self.reporter.say(
+                    f"begins again at step 0: no checkpoint is {'left' if resume else 'used'}, and the run had taken "
+                    f"step {self.cost.taken}"
+                )
             return
         self.loader.load_state_dict(meta["loader"])
         self.strategy.after_load(meta["updates"])
