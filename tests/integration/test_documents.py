@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,7 @@ DOCUMENTS = sorted(
     + [path for folder in ("docs", "tools/bench/results") for path in (ROOT / folder).glob("*.md")]
 )
 YAML = sorted((DEPLOYMENT / "kubernetes").glob("*.yaml"))
+SCRIPTS = sorted([*(DEPLOYMENT / "ssh").glob("*.sh"), *(DEPLOYMENT / "slurm").glob("*.sbatch")])
 
 
 def name_of(path: Path) -> str:
@@ -268,16 +271,40 @@ def test_the_job_fits_the_run() -> None:
     assert run["data"]["lanes"] >= 4 * 8  # nodes × ranks: nobody without a lane
 
 
-def test_the_image_has_what_the_run_beside_it_uses() -> None:
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_scripts_are_sound(path: Path) -> None:
+    checked = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    text = re.sub(r"\\\n\s*", " ", path.read_text())
+    for found in re.finditer(r"torch\.distributed\.run\"?\s+(.*?)-m shardkit_trainer(.*)", text, re.DOTALL):
+        options = [
+            re.sub(r"\$\{?\w+\}?", "1", word.strip("\"'")) for word in found[1].replace('"', " ").split()
+        ]
+        check_torchrun(options)
+        settings = re.findall(r"\b([a-z]+\.[a-z_]+=\S+)", found[2].partition("</dev/null")[0])
+        load_configuration(str(DEPLOYMENT / "run.toml"), [word.strip("\"'") for word in settings])
+    if shutil.which("shellcheck") is not None:
+        checked = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stdout
+
+
+def test_the_image_is_made_of_what_is_there() -> None:
     text = re.sub(r"\\\n\s*", " ", (DEPLOYMENT / "Dockerfile").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = [
+        line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY ") and "--from" not in line
+    ]
+    names = {name for names in copied for name in names}
+    assert all((ROOT / name).exists() for name in names)
+    assert set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) <= names
+    assert {"README.md", "LICENSE"} <= names  # the build reads them
     extras = re.search(r'"\.\[([a-z0-9,]+)\]"', text)
     assert extras is not None
     assert set(extras[1].split(",")) <= set(project["project"]["optional-dependencies"])
     run = tomllib.loads((DEPLOYMENT / "run.toml").read_text())
     needed = {"train", "s3"} | ({"metrics"} if "listen" in run["log"] else set())
     needed |= {"images"} if run["model"]["kind"] == "classifier" else set()
-    assert needed <= set(extras[1].split(","))
+    assert needed <= set(extras[1].split(",")), "what the run beside it uses"
     assert re.search(r"^USER 1000", text, re.MULTILINE), "a container does not run as root"
 
 

@@ -33,6 +33,29 @@ def making() -> Any:
     return module
 
 
+def test_a_dead_link_is_found(making: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "ROOT", tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "there.md").write_text("# What *it* is: `code` (2026)\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Page\n[a](there.md) [b](#page) [c](there.md#what-it-is-code-2026) [d](https://example.org/x)\n"
+        "```\n[e](shown-not-linked.md)\n```\n"
+        "[f](missing.md) [g](there.md#missing) [h](folder) [i](#missing)\n"
+        '<source media="dark" srcset="dark.svg"><img alt="a picture" src="there.md" width="9">\n'
+    )
+    found = [problem.split(": ", 1)[1].split()[0].rstrip(":") for problem in making.dead_links(page)]
+    assert found == ["missing.md", "there.md#missing", "folder", "#missing", "dark.svg"]
+
+
+def test_a_page_that_is_not_listed_is_found(making: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = making.listed_pages()
+    monkeypatch.setattr(making, "listed_pages", lambda: [*pages[1:], "docs/missing.md"])
+    assert list(making.left_out()) == ["zensical.toml: docs/missing.md does not exist"]
+    monkeypatch.setattr(making, "listed_pages", lambda: [one for one in pages if "auditing" not in one])
+    assert list(making.left_out()) == ["zensical.toml: examples/guides/auditing.md is missing in nav"]
+
+
 def test_a_guide_is_shown_with_what_it_prints(making: Any) -> None:
     program = making.GUIDES / "auditing.py"
     page = making.guide_page(program, "$ shardkit audit runs/b\n  clean\n")
@@ -44,6 +67,16 @@ def test_a_guide_is_shown_with_what_it_prints(making: Any) -> None:
     assert making.linked_to_pages("examples/guides/README.md", text, pages) == (
         "[a](auditing.md) [b](../ddp.py) [c](../deployment/README.md) [d](../operating/README.md) [e](https://x.org/a.py)"
     )
+
+
+def test_a_broken_table_is_found(making: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "| a | b |\n|---|---|\n| 1 | 2 |\n\n| a \\| b | c |\n|:---|---:|\n\n```\n| a | b |\n|---|\n```\n\n"
+        "|  | b | c |\n|---|---|\n"
+    )
+    assert list(making.broken_tables(page)) == ["page.md:13: 3 columns, but 2 in the rule below"]
 
 
 # ---- docs/words.md has the terms that pages emphasise
@@ -108,6 +141,14 @@ def test_every_entry_is_used_and_has_one_meaning() -> None:
     sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     shown = " ".join(path.read_text(encoding="utf-8") for path in [*pages(), *sources]).lower()
     assert [term for term in cells if not occurs(term, shown)] == []
+
+
+def test_a_term_without_an_entry_is_found() -> None:
+    terms = defined("| term | meaning |\n|---|---|\n| hand, deck | run of *cards* |\n")
+    assert terms == {"hand", "deck", "cards"}
+    assert emphasised("A *hand* of **five** a*b*c, *Full Houses*") == {"hand", "full houses"}
+    assert is_defined("hands", terms)
+    assert not is_defined("full houses", terms)
 
 
 # ---- The examples in docstrings of public names and in pages of concepts run as printed, on a small dataset of digits

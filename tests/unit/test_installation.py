@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -153,6 +154,36 @@ def test_nothing_is_installed_that_only_tests_use() -> None:
 
 
 # ---- No two files of what is shipped import each other, by whatever way round
+
+
+CHECK = Path(__file__).resolve().parents[2] / "tools" / "import_circles.py"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import shardkit.one",
+        "from shardkit import one",
+        "from .one import x",
+        "from . import one",
+        "from ..one import x",
+    ],
+)
+def test_a_circle_is_found_however_its_imports_are_written(tmp_path: Path, line: str) -> None:
+    (tmp_path / "tools").mkdir()
+    shutil.copy(CHECK, tmp_path / "tools")
+    package = tmp_path / "shardkit"
+    inner = package / "inner" if line.startswith("from ..") else package
+    inner.mkdir(parents=True)
+    for folder in {package, inner}:
+        (folder / "__init__.py").touch()
+    two = f"shardkit.{'inner.' if inner != package else ''}two"
+    (package / "one.py").write_text(f"def f():\n    import {two}\n")
+    (inner / "two.py").write_text(f"{line}\n")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "tools" / CHECK.name)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "circle of 2 files" in done.stdout) == (1, True), done.stdout + done.stderr
 
 
 # ---- A process that has not imported torch gets numpy arrays, epoch after epoch, and torch stays away
