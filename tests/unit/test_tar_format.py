@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkit.errors import FormatError, IntegrityError, SampleError, SchemaError
+from shardkit.errors import ConfigurationError, FormatError, IntegrityError, SampleError
 from shardkit.formats import (
     FixedColumn,
     Row,
@@ -164,7 +164,7 @@ def test_unknown_settings_are_refused() -> None:
         ({"format": "zip"}, "zip"),
     )
     for settings, message in refused:
-        with pytest.raises(SchemaError, match=message):
+        with pytest.raises(ConfigurationError, match=message):
             ShardWriter(io.BytesIO(), schema=schema, block_rows=1, **settings)
 
 
