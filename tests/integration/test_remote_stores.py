@@ -304,6 +304,9 @@ def test_addresses() -> None:
     for bad in ("s3://", "s3:///x", "s3://bucket/../x", "s3://bucket/a//b"):
         with pytest.raises(UsageError):
             parse_address(bad)
+    assert parse_address("abfss://container/a").url == "az://container/a"
+    with pytest.raises(UsageError, match=r"AZURE_STORAGE_ACCOUNT_NAME=acct and give az://data/a$"):
+        parse_address("abfss://data@acct.dfs.core.windows.net/a")
 
 
 def test_a_missing_bucket_is_no_empty_one(monkeypatch: pytest.MonkeyPatch, moto_endpoint: str) -> None:

@@ -18,6 +18,7 @@ OBJECT_SCHEMES: Final = {
     "az": "az",
     "azure": "az",
     "abfs": "az",
+    "abfss": "az",
 }
 """Scheme of a URL → kind of object store."""
 
@@ -63,6 +64,11 @@ def parse_address(url: str) -> Address:
     scheme = match.group(1).lower()
     parts = urlsplit(f"{scheme}://{match.group(2)}")
     user, at, host = parts.netloc.rpartition("@")
+    if at and OBJECT_SCHEMES.get(scheme) == "az" and not (":" in user or parts.query or parts.fragment):
+        raise UsageError(
+            f"{url!r}: the account is a setting, and the URL names the container; set AZURE_STORAGE_ACCOUNT_NAME="
+            f"{host.partition('.')[0]} and give az://{user}{parts.path}"
+        )
     if ":" in user or (at and scheme in OBJECT_SCHEMES) or parts.query or parts.fragment:
         raise UsageError(
             f"{scheme}:// URL with a password, a query or a fragment (not printed here); put credentials "
