@@ -45,7 +45,7 @@ class PlanDataModule(LightningDataModule):  # type: ignore[misc]
         """Return a training loader that continues where the checkpoint, or this trainer's last loader, ended."""
         loader = self._train()
         saved = self._saved or self.state_dict().get("loader")
-        if saved is not None and self.trainer.global_step:  # 0 for another trainer, which begins anew
+        if saved is not None and self.trainer.global_step:  # 0 for another trainer
             loader.load_state_dict(saved)
         self._loader, self._saved = loader, None
         return loader

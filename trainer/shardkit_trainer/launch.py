@@ -20,7 +20,7 @@ RANK_ENVIRONMENT: Mapping[str, str] = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # torch's C++ prints a stack for every access to a store that ended with its rank; ranks report it in one line
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # the agent's other signals are those of `on_stop_signals`; torch's would end a run under nohup with its terminal
+    # the agent keeps this one; with torch's list, a run under nohup ends when its terminal is closed
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     # torch's loggers read their level here; the agent prints each failure in one line
     "LOGLEVEL": "CRITICAL",

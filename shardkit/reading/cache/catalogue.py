@@ -57,7 +57,7 @@ class Catalogue:
         """Hold the cache's lock, with current entries. The lock excludes threads as well as processes.
 
         Raises:
-            StoreError: another process did not release it; nobody waits for it again for 30 s.
+            StoreError: another process did not release it, or did not in the last 30 s.
         """
         if time.monotonic() < self._stuck_until:
             raise StoreError("another process has held the cache's lock for long")
