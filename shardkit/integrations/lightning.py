@@ -51,8 +51,8 @@ class PlanDataModule(LightningDataModule):  # type: ignore[misc]
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the training loader, which Lightning saves; empty before there is one."""
-        return {} if self._loader is None else {"loader": self._loader.state_dict()}
+        """Return the state of the training loader, which Lightning saves; empty if there is none."""
+        return {"loader": self._loader.state_dict()} if hasattr(self._loader, "state_dict") else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint for the training loader."""

@@ -45,6 +45,7 @@ def test_the_command_passes_a_signal_on_and_all_ranks_save_and_end(
         [*(["nohup"] if is_ignored else []), *command, *settings, "--nproc", str(nproc)],
         env={**os.environ, "PYTHONPATH": MODULES},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
     )  # fmt: skip
     assert process.stdout is not None
     said = ""
