@@ -229,12 +229,8 @@ class RowWork:
             rows = [row for piece in pieces for row in piece.result()]
         except BrokenExecutor as error:
             raise _death_error(step) from error
-        except (
-            AttributeError,
-            PicklingError,
-            RuntimeError,
-            TypeError,
-        ) as error:  # failures of rows are results
+        except (AttributeError, PicklingError, RuntimeError, TypeError) as error:
+            # not of the transform, whose failures are results
             raise RunError(
                 f"results of the transform for step {step} cannot be sent from its process: {error}; return plain "
                 "values and arrays"

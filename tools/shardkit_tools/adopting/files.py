@@ -214,10 +214,12 @@ class ScannedBlocks:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
-    def _add_part(self, data: Buffer) -> None:
-        self.size += len(data)
+    def _add_parts(self, parts: Sequence[Buffer]) -> None:
+        """Hash the next bytes of the file, given in pieces."""
+        size = sum(map(len, parts))
+        self.size += size
         self._wait()
-        self._start(len(data), self._whole.update, data)
+        self._start(size, _update, self._whole, parts)
 
     def _start(self, size: int, work: Callable[..., None], *arguments: Any) -> None:
         if size < _THREAD_BYTES:
@@ -232,11 +234,11 @@ class ScannedBlocks:
     def add_head(self, data: bytes) -> None:
         self.head_size += len(data)
         self._head.update(data)
-        self._add_part(data)
+        self._add_parts([data])
 
     def add(self, data: bytes, rows: int, spans: Sequence[Span] = ()) -> None:
         """Add the next block, which holds `rows` rows; `spans` are the (start, stop) of its ranges, if it has any."""
-        self._add_part(data)
+        self._add_parts([data])
         self._blocks.append(_Block(len(data), rows, spans, {}))
         stops: dict[int, set[int]] = {0: {len(data)}}
         for start, stop in spans:
@@ -246,18 +248,15 @@ class ScannedBlocks:
 
     def add_small(self, parts: Sequence[Sequence[Buffer]], rows: Sequence[int]) -> None:
         """Add the next blocks, given the pieces of each, one after the other, and its rows."""
-        self._wait()
         blocks = [_Block(sum(map(len, own)), count, (), {}) for own, count in zip(parts, rows, strict=True)]
-        size = sum(block.size for block in blocks)
-        self.size += size
+        self._add_parts([part for own in parts for part in own])
         self._blocks += blocks
-        self._start(size, _update, self._whole, parts)
-        self._start(size, _hash_blocks, parts, blocks)
+        self._start(sum(block.size for block in blocks), _hash_blocks, parts, blocks)
 
     def add_tail(self, data: Buffer) -> None:
         """Add bytes after the last block."""
         self._tail.update(data)
-        self._add_part(data)
+        self._add_parts([data])
 
     @property
     def sha256(self) -> str:
@@ -388,10 +387,9 @@ def _hash_blocks(parts: Sequence[Sequence[Buffer]], blocks: Sequence[_Block]) ->
         block.digests[0, block.size] = fast.intdigest(), strong.digest()
 
 
-def _update(digest: Any, parts: Sequence[Sequence[Buffer]]) -> None:
-    for own in parts:
-        for part in own:
-            digest.update(part)
+def _update(digest: Any, parts: Sequence[Buffer]) -> None:
+    for part in parts:
+        digest.update(part)
 
 
 def _digest_columns(name: str, shape: tuple[int, ...], digests: Sequence[Digests]) -> dict[str, Any]:
