@@ -61,8 +61,8 @@ class Dataset(Samples):
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
         fields = table(["field", "type"], self.schema.items(), most=200)
-        strata = ((self.manifest.label_of(s), s.selected) for s in self.manifest.strata if not s.pooled)
-        counts = table(["stratum", "samples"], strata)
+        labels = self.manifest.labels
+        counts = table(["stratum", "samples"], ((labels[name], rows) for name, rows in self.strata.items()))
         parts = fields, counts, first_page(self.schema, self.head)
         return page("dataset", f"{self.manifest.id[:19]}…", f"{len(self):,} samples", *parts)
 

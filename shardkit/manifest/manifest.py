@@ -159,8 +159,12 @@ class Manifest(Document, frozen=True, kw_only=True, dict=True, tag="shardkit-man
     def id(self) -> str:
         return sha256_digest(self.to_bytes())
 
-    def label_of(self, stratum: Stratum) -> str:
-        """Return the name of a stratum, followed by the class name if one of its axes is the field `label`."""
+    @property
+    def labels(self) -> dict[str, str]:
+        """Name of each stratum → the same, followed by the class name if one of its axes is the field `label`."""
+        return {stratum.name: self._label(stratum) for stratum in self.strata}
+
+    def _label(self, stratum: Stratum) -> str:
         if "label" in self.axes and len(stratum.values) == len(self.axes):
             value = stratum.values[self.axes.index("label")]
             if value.isdecimal() and int(value) < len(self.classes):

@@ -17,13 +17,7 @@ from shardkit_tools.copies import begin_copies, finish_copies, print_copies
 from shardkit_tools.importers import ImportOptions, parse_field_types
 from shardkit_tools.importers.source_kinds import IMPORTERS
 from shardkit_tools.options import argument, option
-from shardkit_tools.version_report import (
-    moved_document,
-    moved_facts,
-    print_next,
-    print_strata,
-    progress_text,
-)
+from shardkit_tools.version_report import moved_document, moved_facts, print_next, print_strata, progress_text
 
 
 def adopt(
@@ -164,7 +158,7 @@ def _print(result: Adoption, root: str, ref: str) -> None:
         )
     facts += [("note", note) for note in result.notes]
     console.print_facts(facts)
-    labels = {one.name: manifest.label_of(one) for one in manifest.strata} if manifest else {}
+    labels = manifest.labels if manifest else {}
     print_strata({labels.get(name, name): rows for name, rows in result.strata.items()}, result.rows)
     console.print_heading("What does not hold for adopted data")
     console.print_facts(result.promises.items(), indent=2)

@@ -93,11 +93,7 @@ def _schema(a: Dataset, b: Dataset) -> dict[str, Any]:
 def _strata(a: Dataset, b: Dataset) -> list[dict[str, Any]]:
     """Return the counts of each stratum in both versions and the drift of its share, the largest drift first."""
     before, after = a.strata, b.strata
-    labels = {
-        stratum.name: dataset.manifest.label_of(stratum)
-        for dataset in (a, b)
-        for stratum in dataset.manifest.strata
-    }
+    labels = a.manifest.labels | b.manifest.labels
     rows: list[dict[str, Any]] = []
     for name in sorted(before.keys() | after.keys()):
         had, has = before.get(name, 0), after.get(name, 0)

@@ -105,8 +105,7 @@ def plan(
     if plot is not None:
         plt = console.pyplot("plan")
         console.save_figure(plt, plan_figure(made, plt), plot)
-    labels = {one.name: dataset.manifest.label_of(one) for one in dataset.manifest.strata}
-    console.present(as_json, lambda: report, lambda: _print_report(report, labels))
+    console.present(as_json, lambda: report, lambda: _print_report(report, dataset.manifest.labels))
 
 
 def _weights(text: str) -> dict[str, int] | None:

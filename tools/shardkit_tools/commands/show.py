@@ -105,10 +105,11 @@ def describe(dataset: Dataset, root: str, ref: str) -> dict[str, Any]:
 
 
 def _strata(manifest: Manifest) -> list[dict[str, Any]]:
+    labels = manifest.labels
     return [
         {
             "name": stratum.name,
-            "label": manifest.label_of(stratum),
+            "label": labels[stratum.name],
             "values": list(stratum.values),
             "samples": stratum.selected,
             "rows": stratum.rows,
